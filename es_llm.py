@@ -153,7 +153,7 @@ class Dist:
             error = f"error: {e}" if isinstance(e, UserError) else traceback.format_exc()
         everyone = [None] * self.world
         torch.distributed.all_gather_object(everyone, (result, error))
-        failed = [rank for rank, (_, error) in enumerate(everyone) if error]
+        failed = [rank for rank, (_, text) in enumerate(everyone) if text]
         if failed:
             if self.rank == failed[0]:
                 print(f"rank {self.rank}: {error}", file=sys.stderr, flush=True)
@@ -170,15 +170,16 @@ class Dist:
 
 def pick_device(name: str) -> torch.device:
     """The device of this process; a GPU is the one numbered LOCAL_RANK. Raises UserError."""
+    have = dict(cuda=torch.cuda.is_available(), cpu=True,  # mps has no collectives
+                mps=torch.backends.mps.is_available() and "RANK" not in os.environ)
     if name == "auto":
-        mps = "mps" if torch.backends.mps.is_available() else "cpu"
-        name = "cuda" if torch.cuda.is_available() else mps
+        name = next(kind for kind in ("cuda", "mps", "cpu") if have[kind])
+    local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if not have[name] or name == "cuda" and local >= count:
+        raise UserError(f"--device {name} is not there for process {local} of this host, which has "
+                        f"{count} GPUs: start fewer processes, or use --device cpu")
     if name != "cuda":
         return torch.device(name)
-    local, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    if local >= count:
-        raise UserError(f"--device cuda: process {local} of a host with {count} GPUs: start one "
-                        "process a GPU, or use --device cpu")
     torch.cuda.set_device(local)
     return torch.device(name, local)
 
@@ -219,7 +220,8 @@ def for_each(fn: Callable[[str], Any], tensors: dict[str, torch.Tensor], device)
     """[fn(name) of each tensor], the largest first; on a CPU by as many threads as torch has.
 
     `randn` fills a tensor with one thread and without the GIL, so several are drawn at a time. In
-    such a thread torch has one itself: no result can depend on how it would divide a tensor.
+    each such thread torch has one thread itself (which threads started later inherit): no result
+    can depend on how it would divide a tensor.
     """
     names = sorted(tensors, key=lambda name: -tensors[name].numel())
     if torch.device(device).type != "cpu":
@@ -232,7 +234,7 @@ def perturb_(params, theta, scale: float, *key: int) -> None:
     """Writes params = round(theta + scale * z), tensor by tensor.
 
     params, theta: tensors by name, theta float32. scale: s * sigma. key: (seed, iteration, noise
-    index). Extra memory: one float32 tensor; on a CPU one a thread.
+    index). Extra memory: one float32 tensor (two if theta is elsewhere); on a CPU one a thread.
     """
     @torch.no_grad()
     def write(name):
@@ -256,19 +258,19 @@ def load_(params, theta) -> int:
 
 # ---- II. Rollouts and rewards: greedy completions of the same prompts by every member. -----------
 class LM(NamedTuple):
-    model: torch.nn.Module  # its generation_config is all that decides how it decodes
+    model: torch.nn.Module  # load_model replaces its generation_config
     tokenizer: Any
     params: dict[str, torch.Tensor]  # trainable parameters by name, tied ones once
     folder: Path  # the base model's files
 
 class Example(NamedTuple):
-    number: int  # of the row in its list
+    index: int  # of the row in its list
     row: dict
     ids: list[int]  # the prompt's tokens
 
 class Rollout(NamedTuple):
     member: int  # n, or N for the parent
-    number: int  # of the example
+    index: int  # of the example
     text: str  # the completion
     tokens: int
     clipped: bool  # it ran into the token limit
@@ -276,16 +278,20 @@ class Rollout(NamedTuple):
 
 def end_tokens(model, tokenizer) -> set[int]:
     """All tokens that end a completion: the tokenizer's, the model's, and the chat template's."""
+    from jinja2 import TemplateError
     ends = set()
-    for ids in (tokenizer.eos_token_id, model.config.eos_token_id,
-                model.generation_config.eos_token_id):
+    for holder in (tokenizer, model.generation_config, model.config.get_text_config()):
+        ids = getattr(holder, "eos_token_id", None)
         ends |= set(ids) if isinstance(ids, (list, tuple)) else {ids}
     if tokenizer.chat_template:
         turns = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "<ANSWER>"}]
-        text = tokenizer.apply_chat_template(turns, tokenize=False).rpartition("<ANSWER>")[2]
-        closing = tokenizer(text, add_special_tokens=False)["input_ids"][:1]
-        ends |= set(closing) & set(tokenizer.all_special_ids)
-    return ends - {None}
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+        except TemplateError:  # a template for other turns: then it has no say
+            text = ""
+        closing = tokenizer(text.partition("<ANSWER>")[2].lstrip(), add_special_tokens=False)
+        ends |= set(closing["input_ids"][:1]) & set(tokenizer.all_special_ids)
+    return {i for i in ends if i is not None and i < model.get_input_embeddings().num_embeddings}
 
 def load_model(cfg: Config, stop: tuple[str, ...], device: torch.device) -> LM:
     """The model of --model, on `device`, in eval mode. Raises UserError."""
@@ -325,6 +331,7 @@ def encode(lm: LM, rows: list[dict], chat: str, where: str) -> list[Example]:
 
     A rendered chat template holds its own special tokens, a raw prompt gets the tokenizer's.
     """
+    from jinja2 import TemplateError
     new = lm.model.generation_config.max_new_tokens
     limit = getattr(lm.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
     examples = []
@@ -333,8 +340,11 @@ def encode(lm: LM, rows: list[dict], chat: str, where: str) -> list[Example]:
         render = chat == "on" or chat == "auto" and not raw and lm.tokenizer.chat_template
         if render:
             messages = [{"role": "user", "content": prompt}] if raw else prompt
-            prompt = lm.tokenizer.apply_chat_template(messages, tokenize=False,
-                                                      add_generation_prompt=True)
+            try:
+                prompt = lm.tokenizer.apply_chat_template(messages, tokenize=False,
+                                                          add_generation_prompt=True)
+            except TemplateError as e:
+                raise UserError(f"{where} row {i}: the chat template refuses it: {e}") from e
         elif not raw:
             prompt = "\n\n".join(message["content"] for message in prompt)
         ids = lm.tokenizer(prompt, add_special_tokens=not render)["input_ids"]
@@ -390,12 +400,11 @@ def rollouts(lm: LM, theta, members: list[int], examples: list[Example], functio
                 perturb_(lm.params, theta, s * cfg.sigma, cfg.seed, t, k)
                 seconds += clock(lm.model.device) - start
             completions = generate(lm, [example.ids for example in group])
+            texts, rows = [text for text, *_ in completions], [example.row for example in group]
             who = f"member {n}" if n < cfg.population else "the parent"
-            scores = zip(*(call_reward(
-                fn, [example.row for example in group], [text for text, *_ in completions],
-                [f"iteration {t}, {who}, row {example.number}" for example in group])
-                for fn in functions))
-            done += [Rollout(n, example.number, *completion, each)
+            labels = [f"iteration {t}, {who}, row {example.index}" for example in group]
+            scores = zip(*(call_reward(fn, rows, texts, labels) for fn in functions))
+            done += [Rollout(n, example.index, *completion, each)
                      for example, completion, each in zip(group, completions, scores)]
         return done
 
@@ -406,10 +415,8 @@ def rollouts(lm: LM, theta, members: list[int], examples: list[Example], functio
 
 def evaluate_population(lm: LM, theta, reward: Callable, examples: list[Example], cfg: Config,
                         t: int, dist: Dist) -> tuple[torch.Tensor, dict[str, float]]:
-    """The parent and its N offspring on the same P prompts -> R, and what it took, on every rank.
-
-    R: rewards (N + 1, P) float64, member x prompt, last row = the parent.
-    """
+    """The parent and its N offspring on the same P prompts -> on every rank, what it took and the
+    rewards R, (N + 1, P) float64, member x prompt, last row = the parent."""
     N, P = cfg.population, len(examples)
     # The parent comes first, while params still hold it.
     done, seconds = rollouts(lm, theta, [N, *range(N)], examples, [reward], cfg, t, dist)
@@ -419,10 +426,8 @@ def evaluate_population(lm: LM, theta, reward: Callable, examples: list[Example]
 
 # ---- III. From rewards to a step. ----------------------------------------------------------------
 def fitness(R: torch.Tensor) -> torch.Tensor:
-    """Mean over prompts, (members, P) -> (members,) float64.
-
-    Sums are exact (fsum): the same rewards in another order must tie, not differ by rounding.
-    """
+    """Mean over prompts, (members, P) -> (members,) float64. Sums are exact (fsum): the same
+    rewards in another order must tie, not differ by rounding."""
     return torch.tensor([math.fsum(row) / len(row) for row in R.tolist()], dtype=torch.float64)
 
 def shape_fitness(F, mode: str = "zscore") -> torch.Tensor:
@@ -452,15 +457,16 @@ def owners(theta: dict[str, torch.Tensor], world: int) -> dict[str, int]:
         load[owner[name]] += theta[name].numel()
     return owner
 
-def update_(theta, w, alpha: float, seed: int, t: int, mirrored: bool = False, device="cpu",
+def update_(theta, w, alpha: float, seed: int, t: int, mirrored: bool = False, device=None,
             dist: Dist = Dist()) -> float:
     """theta += (alpha / N) * sum_n w_n s_n z_n -> the length of that step.
 
-    theta: float32 tensors by name. w: (N,) step weights. device: where the noise was drawn. One
-    rank, its owner, sums a tensor whole, in member order and float32, and broadcasts it: the bits
-    do not depend on the number of ranks. A mirrored pair costs one draw, a zero weight none.
-    Raises ValueError, and writes nothing, for weights that are not finite.
+    theta: float32 tensors by name. w: (N,) step weights. device: that of params, if not theta's,
+    for the noise to be the same. One rank, its owner, sums a tensor whole, in member order and
+    float32, and broadcasts it: the bits do not depend on the number of ranks. A mirrored pair is
+    one draw, a zero weight none. ValueError, with nothing written, for weights not finite.
     """
+    device = device or next(iter(theta.values())).device
     if not w.isfinite().all():
         raise ValueError(f"step weights are not finite: {w.tolist()}")
     coefficient: dict[int, float] = {}  # of z_k, by k
@@ -519,10 +525,10 @@ class Log:
 
 def warn_about(log: Log, t: int, F, parent: float, clipped: float) -> None:
     """The states in which a run goes on and learns nothing."""
-    fall, spread = parent - F.mean().item(), F.std(correction=0).item()
-    if fall > 0 and fall >= 10 * spread:
+    fall, tied = parent - F.mean().item(), F.max() == F.min()
+    if fall > 0 and (tied or fall >= 10 * F.std(correction=0)):
         log.warn(t, "all offspring fell far below a parent that is fine: --sigma is too large")
-    elif spread == 0:
+    elif tied:
         log.warn(t, "all offspring are tied, so there is no step: --sigma is too small, or the "
                     "reward tells nothing apart")
     if clipped > 0.5:
@@ -530,10 +536,8 @@ def warn_about(log: Log, t: int, F, parent: float, clipped: float) -> None:
 
 # ---- V. Persistence ------------------------------------------------------------------------------
 def save_model(lm: LM, folder: Path) -> None:
-    """Writes a Hugging Face folder that whatever loads the base model loads, or nothing.
-
-    Only the weights are new: configuration and tokenizer are the base model's files, as those that
-    one major version of transformers writes are not always read by another.
+    """Writes a Hugging Face folder that whatever loads the base model loads, or nothing: only the
+    weights are new, as not all that one major version of transformers writes is read by another.
     """
     draft = folder.with_suffix(".draft")
     lm.model.save_pretrained(draft)
@@ -543,17 +547,16 @@ def save_model(lm: LM, folder: Path) -> None:
                     r"generation_config)|.*\.(model|tiktoken)$", file.name):
             (shutil.copytree if file.is_dir() else shutil.copyfile)(file, draft / file.name)
     config = json.loads((lm.folder / "config.json").read_text(encoding="utf-8"))
-    dtype = str(lm.model.dtype).removeprefix("torch.")
-    config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
-    (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
+    if config.get("model_type") == lm.model.config.model_type:  # else it was loaded as another
+        dtype = str(lm.model.dtype).removeprefix("torch.")
+        config |= {key: dtype for key in ("dtype", "torch_dtype") if key in config}
+        (draft / "config.json").write_text(json.dumps(config, indent=2), encoding="utf-8")
     os.replace(draft, folder)
 
 # ---- The program ---------------------------------------------------------------------------------
 def prepare(given: dict[str, Any]) -> tuple[Config, Task, LM, list[Example], list[Example]]:
-    """Flags -> complete settings, task, model, and training and held-out prompts.
-
-    Flags win over the task's own settings, those over the defaults. Raises UserError.
-    """
+    """Flags -> complete settings, task, model, training and held-out prompts. Raises UserError.
+    Flags win over the task's own settings, those over the defaults."""
     cfg = Config(**given)
     name = cfg.task or ("toy" if cfg.model == "tiny" else "countdown")
     out = Path(cfg.out or f"runs/{Path(name).stem}-{Path(cfg.model).name}-"
@@ -561,6 +564,8 @@ def prepare(given: dict[str, Any]) -> tuple[Config, Task, LM, list[Example], lis
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UserError(f"--out {out} is there and not empty: give a new folder")
     task = load_task(name, cfg.data, cfg.seed)
+    if unknown := task.defaults.keys() - Config.__dataclass_fields__.keys():
+        raise UserError(f"--task {name}: its defaults hold {min(unknown)!r}, which is no setting")
     cfg = Config(**task.defaults | given)
     cfg = dataclasses.replace(cfg, task=name, out=str(out), alpha=cfg.alpha or cfg.sigma / 2,
                               max_new_tokens=cfg.max_new_tokens or task.max_new_tokens)
@@ -572,7 +577,7 @@ def prepare(given: dict[str, Any]) -> tuple[Config, Task, LM, list[Example], lis
             encode(lm, heldout, cfg.chat, "held-out"))
 
 def provenance(lm: LM, cfg: Config, dist: Dist) -> dict[str, Any]:
-    """All that a result depends on beside model and data."""
+    """What a result depends on beside model and data."""
     import transformers
     device, here = lm.model.device, Path(__file__).parent
     return dict(
@@ -588,7 +593,7 @@ def evaluate(lm: LM, theta, task: Task, examples: list[Example], cfg: Config, t:
     """Reward and accuracy of theta on held-out rows, written and printed -> its answers by row."""
     done, _ = rollouts(lm, theta, [cfg.population], examples, [task.reward, task.accuracy], cfg, t,
                        dist)
-    done.sort(key=lambda rollout: rollout.number)
+    done.sort(key=lambda rollout: rollout.index)
     numbers = {}
     for i, (name, error) in enumerate([("reward", "reward_stderr"), ("accuracy", "stderr")]):
         values = [rollout.scores[i] for rollout in done]
@@ -598,20 +603,22 @@ def evaluate(lm: LM, theta, task: Task, examples: list[Example], cfg: Config, t:
     log.say("held-out after {}: accuracy {accuracy:.3f} +- {stderr:.3f}, reward "
             "{reward:.3f} +- {reward_stderr:.3f} (n = {})".format(t, len(done), **numbers))
     for rollout in done[:5]:
-        log.write("samples.jsonl", iteration=t, row=rollout.number, text=rollout.text,
+        log.write("samples.jsonl", iteration=t, row=rollout.index, text=rollout.text,
                   reward=rollout.scores[0], accuracy=rollout.scores[1],
-                  prompt=task.heldout[rollout.number]["prompt"])
+                  prompt=task.heldout[rollout.index]["prompt"])
     return [rollout.text for rollout in done]
 
 def run(given: dict[str, Any], dist: Dist) -> None:
     """One whole run, on every rank."""
     cfg, task, lm, train, heldout = dist.rank0_first(lambda: prepare(given))
-    cfg = dist.gather(lambda: cfg)[0]  # rank 0's, as the time of day may be in --out
+    # Rank 0's: --out may hold the time of day, and a user's task need not give all the same rows.
+    cfg, train, heldout = dist.gather(lambda: (cfg, train, heldout))[0]
     device = lm.model.device
     home = torch.device("cpu") if cfg.theta_device == "cpu" else device
-    theta = {name: p.to(home, torch.float32, copy=True) for name, p in lm.params.items()}
+    theta = {name: p.detach().to(home, torch.float32, copy=True) for name, p in lm.params.items()}
     if home != device and device.type == "cuda":
-        theta = {name: p.pin_memory() for name, p in theta.items()}
+        for name in theta:
+            theta[name] = theta[name].pin_memory()
     size = sum(p.numel() for p in theta.values())
     log = Log(cfg.out, dist)
     log.write("config.json", **dataclasses.asdict(cfg))
@@ -627,8 +634,8 @@ def run(given: dict[str, Any], dist: Dist) -> None:
     start = clock(device)
     for t in range(1, cfg.iterations + 1):
         begin = clock(device)
-        batch = train  # or --batch of it, a function of (seed, t), with the shortest first as well
-        if 0 < cfg.batch < len(train):
+        batch = train
+        if 0 < cfg.batch < len(train):  # chosen by (seed, t), and still the shortest first
             picked = random.Random(mix(cfg.seed, t)).sample(range(len(train)), cfg.batch)
             batch = [train[i] for i in sorted(picked)]
 
@@ -638,8 +645,10 @@ def run(given: dict[str, Any], dist: Dist) -> None:
         w = shape_fitness(F[:-1], cfg.shaping)  # (N,)
         scored = clock(device)
         step = update_(theta, w, cfg.alpha, cfg.seed, t, cfg.mirrored, device, dist)
-        moved = load_(lm.params, theta)
+        moved = load_(lm.params, theta)  # how many weights of the model differ from before
         # ---- TRAINING END
+        if not math.isfinite(step):
+            raise FloatingPointError(f"iteration {t}: the step is not finite: lower --alpha")
         now = clock(device)
         F, parent = F[:-1], F[-1].item()
         row = dict(
@@ -668,7 +677,7 @@ def run(given: dict[str, Any], dist: Dist) -> None:
     log.say(f"{log.out / 'model'} holds the model after {cfg.iterations} iterations")
 
 def main(argv: list[str] | None = None) -> int:
-    """The program -> its exit code: 0, or 2 after a sentence about bad input."""
+    """The program -> its exit code: 0, or 2 (of several ranks 1) after a word on bad input."""
     try:
         given = parse(sys.argv[1:] if argv is None else argv)
         run(given, Dist.start(Config(**given).timeout_minutes))

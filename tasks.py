@@ -10,12 +10,10 @@ import inspect
 import itertools
 import json
 import math
-import operator
 import os
 import random
 import re
 import sys
-import tempfile
 import zlib
 from dataclasses import dataclass, replace
 from fractions import Fraction
@@ -46,8 +44,8 @@ COUNTDOWN = """Combine the numbers {} into an expression that equals {}. Use eve
 once, with + - * / and brackets as you like. Reason step by step inside <think> </think>, then \
 write the expression alone inside <answer> </answer>, for example <answer>(5 + 3) * 2</answer>.
 <think>"""
-OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul,
-              ast.Div: operator.truediv, ast.UAdd: operator.pos, ast.USub: operator.neg}
+OPERATIONS = {ast.Add: Fraction.__add__, ast.Sub: Fraction.__sub__, ast.Mult: Fraction.__mul__,
+              ast.Div: Fraction.__truediv__, ast.UAdd: Fraction.__pos__, ast.USub: Fraction.__neg__}
 FULL_WIDTH = str.maketrans("０１２３４５６７８９（）＋－＊／＝×·÷−–", "0123456789()+-*/=**/--")
 LATEX = {r"\times": "*", r"\cdot": "*", r"\div": "/", r"\left": "", r"\right": "", "$": "",
          r"\(": "", r"\)": "", r"\dfrac": r"\frac", r"\frac{": "((", "}{": ")/(", "}": "))"}
@@ -60,7 +58,7 @@ def number(value: Any) -> Fraction:
         raise ValueError(f"{text[:40]!r} is no plain number")
     return Fraction(text)
 
-def evaluate(expression: str) -> tuple[Fraction, list[int]]:
+def value_of(expression: str) -> tuple[Fraction, list[int]]:
     """Exact value and integers of an expression of + - * / and brackets, at most 200 characters:
     parsed, never run. ValueError or SyntaxError for anything else, such as a power."""
     if not re.fullmatch(r"[-+*/()0-9 ]{1,200}", expression):
@@ -92,7 +90,7 @@ def solves(answer: str | None, numbers: list, target: Any) -> bool:
     expression, *claims = answer.strip().rstrip(".").split("=")
     target, wanted = number(target), sorted(map(number, numbers))
     try:
-        value, used = evaluate(expression)
+        value, used = value_of(expression)
         results = [value, *map(number, claims)]
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return False
@@ -131,7 +129,7 @@ def countdown_problems(rng: random.Random, count: int) -> list[dict]:
             left, right = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
             terms.append(f"({left} {rng.choice('+-*/')} {right})")
         try:
-            target, _ = evaluate(terms[0])
+            target, _ = value_of(terms[0])
         except ZeroDivisionError:
             continue
         if target.denominator == 1 and 0 <= target <= 999:
@@ -143,7 +141,6 @@ def countdown_problems(rng: random.Random, count: int) -> list[dict]:
 def toy_reward(completions, numbers, target, **_) -> list[float]:
     """1 where the whole completion is an expression that is right."""
     return grade(solves, completions, numbers, target)
-
 toy_accuracy = toy_reward
 
 def toy_problems(heldout: bool) -> list[dict]:
@@ -152,7 +149,7 @@ def toy_problems(heldout: bool) -> list[dict]:
     rows = {}
     for a, b, c, p, q in itertools.product(*[range(1, 10)] * 3, "+-*", "+-*"):
         solution = f"{a}{p}{b}{q}{c}"
-        target = int(evaluate(solution)[0])
+        target = int(value_of(solution)[0])
         key = f"{sorted((a, b, c))} {target}"
         if target >= 0 and (random.Random(key).random() < 0.25) == heldout:
             prompt = f"{a} {b} {c}={target}:"
@@ -173,6 +170,7 @@ def tiny_model(steps: int = 1000) -> str:
     folder = cache / f"tiny-{steps}-{zlib.crc32(Path(__file__).read_bytes()):08x}"
     if folder.is_dir():
         return str(folder)
+    print("Warming up the tiny model: half a minute, this once.", flush=True)
     words = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
     core.pre_tokenizer, core.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
@@ -201,11 +199,14 @@ def tiny_model(steps: int = 1000) -> str:
             adam.step()
             adam.zero_grad()
             rate.step()
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as draft:  # the folder appears whole or not at all
-        model.save_pretrained(f"{draft}/tiny")
-        tokenizer.save_pretrained(f"{draft}/tiny")
-        os.replace(f"{draft}/tiny", folder)
+    draft = f"{folder}.{os.getpid()}"
+    model.save_pretrained(draft)
+    tokenizer.save_pretrained(draft)
+    try:
+        os.rename(draft, folder)  # it appears whole or not at all
+    except OSError:  # another process was first
+        if not folder.is_dir():
+            raise
     return str(folder)
 
 # ---- Conciseness: the answer's length is the goal (same paper, section 4.2). ---------------------
@@ -228,25 +229,24 @@ def conciseness_accuracy(completions, answer, **_) -> list[float]:
 def check_columns(reward: Callable, rows: list[dict], where: str) -> None:
     """UserError unless each row has a prompt and what the reward's signature requires."""
     needs = {name for name, p in inspect.signature(reward).parameters.items()
-             if p.default is p.empty and p.kind != p.VAR_KEYWORD}
+             if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     for i, row in enumerate(rows):
         if missing := needs - {"prompts", "completions"} - row.keys():
-            raise UserError(f"{where} row {i} has no column {min(missing)!r}, which the reward "
-                            f"needs: it has {', '.join(row)}")
-        if not row.get("prompt") or not isinstance(row["prompt"], (str, list)):
+            raise UserError(f"{where} row {i} has no column {min(missing)!r}: {', '.join(row)}")
+        prompt = row.get("prompt")
+        chat = isinstance(prompt, list) and all("content" in message for message in prompt)
+        if not prompt or not (chat or isinstance(prompt, str)):
             raise UserError(f"{where} row {i} has no prompt, a string or a list of messages")
 
 def call_reward(reward: Callable, rows: list[dict], texts: list[str], labels: list[str]) -> list:
-    """One call of a reward for all rows -> a finite float for each.
-
-    As in TRL it gets prompts, completions (lists of messages where the prompt is one) and columns;
-    without ** what it names. UserError or, if it raises, RuntimeError with the row's label.
-    """
+    """One call of a reward for all rows -> a finite float for each. As in TRL it gets prompts,
+    completions (lists of messages where the prompt is one) and columns; without ** what it names.
+    Raises UserError or, if the reward raises, RuntimeError, both with the row's label."""
     named = inspect.signature(reward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in named.values())
 
     def call(rows, texts):
-        given = {key: [row.get(key) for row in rows] for row in rows for key in row}
+        given = {key: [row.get(key) for row in rows] for key in set().union(*rows)}
         given["prompts"] = given.pop("prompt")
         given["completions"] = [
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
@@ -264,7 +264,7 @@ def call_reward(reward: Callable, rows: list[dict], texts: list[str], labels: li
         raise
     fits = isinstance(values, (list, tuple)) and len(values) == len(rows)
     for label, value in zip(labels, values if fits else [values]):
-        if not hasattr(value, "__float__") or not math.isfinite(value):
+        if not (fits and hasattr(value, "__float__") and math.isfinite(value)):
             raise UserError(f"{label}: the reward returned {str(value)[:80]!r}, where it must "
                             f"return a list of {len(rows)} finite numbers")
     return [float(value) for value in values]
@@ -284,13 +284,13 @@ def countdown_task(data: str, seed: int) -> Task:
             raise UserError(f"--data {data} row {i}: no numbers and target: {error!r}") from error
         row["prompt"] = COUNTDOWN.format(" ".join(map(str, row["numbers"])), row["target"])
     return Task("countdown", rows[:200], rows[200:], countdown_reward, countdown_accuracy, 1024,
-                ("</answer>",), dict(population=30, sigma=1e-3, alpha=5e-4, iterations=500))
+                ("</answer>",), dict(population=30, sigma=1e-3, iterations=500))
 
 def conciseness_task() -> Task:
     rows = [dict(prompt=[{"role": "user", "content": question}], answer=answer)
             for question, answer in CONCISENESS.items()]
     return Task("conciseness", rows[:2], rows[2:], conciseness_reward, conciseness_accuracy, 100,
-                (), dict(population=30, sigma=1e-3, alpha=5e-4, iterations=1000))
+                (), dict(population=30, sigma=1e-3, iterations=1000))
 
 BUILT_IN = dict(toy=toy_task, countdown=countdown_task, conciseness=conciseness_task)
 
@@ -298,7 +298,7 @@ def read_rows(file: str) -> list[dict]:
     """The objects of a .json file (a list) or a .jsonl file (one a line). Raises UserError."""
     try:
         text = Path(file).read_text(encoding="utf-8")
-        rows = ([json.loads(line) for line in text.splitlines() if line.strip()]
+        rows = ([json.loads(line) for line in text.split("\n") if line.strip()]
                 if file.endswith(".jsonl") else json.loads(text))
         if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) for r in rows):
             raise ValueError("it holds no rows: give one JSON object or more")

@@ -426,6 +426,11 @@ def test_all_end_tokens_are_found(tmp_path):
     save_tiny(tmp_path, tokenizer=make_tokenizer(bos=True, chat=chat), eos_token_id=[2, 9])
     lm = load(tmp_path)
     assert lm.model.generation_config.eos_token_id == [0, 2, 9]
+    rude = "{{ raise_exception('no') }}"  # a template that refuses other turns has no say
+    lm = load(save_tiny(tmp_path / "rude", tokenizer=make_tokenizer(chat=rude)))
+    assert lm.model.generation_config.eos_token_id == [2]
+    with pytest.raises(UserError, match="test row 0: the chat template refuses"):
+        es_llm.encode(lm, [{"prompt": "x"}], "on", "test")
     save_tiny(tmp_path / "none", tokenizer=make_tokenizer(eos=False, pad=False),
               eos_token_id=None, pad_token_id=None)
     lm = load(tmp_path / "none")
@@ -567,7 +572,8 @@ def value_of(fn, completion, **columns):
     (r"\frac{\frac{8}{2}}{4}", [8, 2, 4], 1, 1), (r"\left(8+1\right)\div 3", [8, 1, 3], 3, 1),
     ("6*4\n", [6, 4], 24, 1), ("12 3", [12, 3], 123, 0), ("(4)(2)", [4, 2], 8, 0),
     ("4(2)", [4, 2], 8, 0), ("-3+5", [3, 5], 2, 1), ("+5-3", [3, 5], 2, 1), ("2*-3", [2, 3], -6, 1),
-    ("6²", [6], 36, 0), ("62²", [62], 622, 0), ("07+1", [7, 1], 8, 0), ("1,000+1", [1000, 1], 1001, 0),
+    ("6²", [6], 36, 0), ("62²", [62], 622, 0), ("07+1", [7, 1], 8, 0),
+    ("1,000+1", [1000, 1], 1001, 0),
     ("2**3", [2, 3], 8, 0), ("7//2", [7, 2], 3, 0), ("9**9**9**9", [9] * 4, 5, 0),
     ("49*(1/49)", [49, 1, 49], 1, 1), ("2*7", [2, 2, 7], 14, 0), ("2*7", [2, 7], 14, 1),
     ("29/2", [29, 2], 14, 0), ("3*5", [3, 5, 9], 15, 0), ("55/2", [55, 2], "27.5", 1),
@@ -586,7 +592,8 @@ def test_countdown_notation(answer, numbers, target, right):
 
 @pytest.mark.parametrize("text, reward, accuracy", [
     ("t</think>\n<answer>6*4-3</answer>", 1.1, 1), ("<answer>6*4-3</answer>", 1.05, 1),
-    ("<think>t</think> <answer>6*4-3</answer>\n", 1.1, 1), ("nothing", 0, 0), ("t</think>", 0.01, 0),
+    ("<think>t</think> <answer>6*4-3</answer>\n", 1.1, 1), ("nothing", 0, 0),
+    ("t</think>", 0.01, 0),
     ("t</THINK><Answer>6*4-3</ANSWER>", 1.1, 1), ("t</think><answer>6*4+3</answer>", 0.1, 0),
     ("<answer>6*4-3", 0, 0), ("<answer>1+1</answer> wait <answer>6*4-3</answer>", 1.05, 1),
     ("<answer>6*4-3</answer></think>", 0.01, 0), ("<answer></answer>" * 50, 0.05, 0),
@@ -604,7 +611,8 @@ def test_countdown_reward_is_format_plus_answer(text, reward, accuracy):
 
 def test_any_text_is_scored_quickly():
     rng = random.Random(0)
-    pieces = ["<think>", "</think>", "<answer>", "</answer>", "(", ")", "9", "**", "-", "\\frac{", "}{"]
+    pieces = ["<think>", "</think>", "<answer>", "</answer>", "(", ")", "9", "**", "-", "}{",
+              "\\frac{"]
     texts = [piece * (100_000 // len(piece)) for piece in pieces]
     texts += ["".join(rng.choices([*pieces, "é", "\n", "\0"], k=3000)) for _ in range(30)]
     texts += ["<answer>" + text for text in texts] + [f"<answer>{t[:190]}</answer>" for t in texts]
@@ -629,7 +637,7 @@ def test_generated_countdown_problems_are_solved_by_their_solutions():
     for row in rows[:9]:
         assert row["prompt"].endswith("<think>") and str(row["target"]) in row["prompt"]
     assert load_task("countdown").train == task.train != load_task("countdown", seed=1).train
-    assert task.defaults == dict(population=30, sigma=1e-3, alpha=5e-4, iterations=500)
+    assert task.defaults == dict(population=30, sigma=1e-3, iterations=500)
 
 
 def test_the_papers_countdown_file_is_read(tmp_path):
@@ -680,7 +688,7 @@ def trl(prompts, completions, want, **kwargs):
     return [float(w in c[0]["content"]) for c, w in zip(completions, want)]
 
 def tied(completions, **_):
-    return [0.25] * len(completions)
+    return [0.7] * len(completions)
 
 def make_task(seed):
     rows = [{"prompt": f"{a}+{b}=", "want": "abcxyz"[b:] + str(a)}
@@ -694,6 +702,8 @@ def raises(completions, want, **_):
 
 def short(completions, **_): return [0.0]
 def none(completions, **_): return [None] * len(completions)
+def scalar(completions, **_): return 3.0
+def array(completions, *args, **kwargs): import numpy; return numpy.zeros(len(completions))
 def nan(completions, **_): return [float("nan")] * len(completions)
 def text(completions, **_): return ["1"] * len(completions)
 def needs(completions, gold): return [0.0] * len(completions)
@@ -807,7 +817,9 @@ def test_tied_rewards_leave_the_model_as_it_was(tiny, own, tmp_path, capsys):
 
 
 def test_when_an_evaluation_is_due():
-    at = lambda every, last: [t for t in range(last + 1) if es_llm.due(t, every, last)]  # noqa: E731
+    def at(every, last):
+        return [t for t in range(last + 1) if es_llm.due(t, every, last)]
+
     assert at(2, 6) == [0, 2, 4, 6] and at(1, 3) == [0, 1, 2, 3] and at(0, 6) == []
     assert at(7, 6) == [0, 6] and at(4, 6) == [0, 4, 6]
 
@@ -899,8 +911,9 @@ def test_odd_mirrored_population_and_used_out_folder(tiny, own, tmp_path, capsys
 
 
 @pytest.mark.parametrize("fn, data, message", [
-    ("short", "rows.jsonl", "[0.0] for"), ("none", "rows.jsonl", "row 0: the reward returned None"),
-    ("nan", "rows.jsonl", "returned nan"), ("text", "rows.jsonl", "returned '1'"),
+    ("short", "rows.jsonl", "returned '[0.0]', where"), ("scalar", "rows.jsonl", "returned '3.0'"),
+    ("array", "rows.jsonl", "returned '[0. 0."), ("none", "rows.jsonl", "returned 'None'"),
+    ("nan", "rows.jsonl", "returned 'nan'"), ("text", "rows.jsonl", "returned '1'"),
     ("needs", "rows.jsonl", "row 0"), ("missing", "rows.jsonl", "missing"),
     ("reward", "empty.jsonl", "empty.jsonl"), ("reward", None, "--data"),
     ("reward", "nowhere.jsonl", "nowhere.jsonl")])
