@@ -109,7 +109,8 @@ def parse(argv: list[str]) -> dict[str, Any]:
         def error(self, message):
             raise UserError(f"{message} (see --help)")
 
-    parser = Parser(description=__doc__.partition("\n")[0], allow_abbrev=False)
+    parser = Parser(allow_abbrev=False, description=__doc__.partition("\n")[0] + " Defaults are in "
+                    "[ ]; those of a built-in task come first.")
     types = {f.name: f.type for f in dataclasses.fields(Config)}
     for line in inspect.getsource(Config).splitlines():
         if heading := re.match(r"    # -- (.+)", line):
@@ -528,12 +529,12 @@ class Log:
 
 def warn_about(log: Log, t: int, F, parent: float, clipped: float) -> None:
     """The states in which a run goes on and learns nothing."""
-    fall, tied = parent - F.mean().item(), F.max() == F.min()
-    if fall > 0 and (tied or fall >= 10 * F.std(correction=0)):
-        log.warn(t, "all offspring fell far below a parent that is fine: --sigma is too large")
-    elif tied:
+    fall = parent - F.mean().item()
+    if F.max() == F.min():
         log.warn(t, "all offspring are tied, so there is no step: --sigma is too small, or the "
                     "reward tells nothing apart")
+    if fall > abs(parent) / 2 and fall >= 10 * F.std(correction=0):
+        log.warn(t, "all offspring fell far below a parent that is fine: --sigma is too large")
     if clipped > 0.5:
         log.warn(t, "more than half of the completions ran into --max-new-tokens")
 
@@ -629,6 +630,8 @@ def run(given: dict[str, Any], dist: Dist) -> None:
     log.say(f"{cfg.model}: {size:,} weights, {lm.model.dtype}, on {dist.world} x {device.type} | "
             f"{task.name}: {len(train)} training and {len(heldout)} held-out rows | N "
             f"{cfg.population}, sigma {cfg.sigma:g}, alpha {cfg.alpha:g} | {cfg.out}")
+    if not heldout:
+        log.say("no row is held out, so there is no evaluation")
     first = last = []
     kilobyte = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
     if heldout and due(0, cfg.eval_every, cfg.iterations):

@@ -332,7 +332,7 @@ def load_task(spec: str, data: str = "", seed: int = 0) -> Task:
             raise UserError(f"--task {spec} is a reward and has no rows: give --data FILE")
         rows = read_rows(data)
         random.Random(seed).shuffle(rows)
-        cut = len(rows) - len(rows) // 10
+        cut = len(rows) - -(-len(rows) // 10) if len(rows) > 1 else 1
         task = Task(spec, rows[:cut], rows[cut:], function, function, 256, (), {})
     elif data and "data" not in takes:
         raise UserError(f"--data {data}: task {spec} has its own rows: leave --data out")

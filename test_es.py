@@ -669,9 +669,11 @@ def test_a_reward_with_a_file_holds_a_tenth_out_and_no_prompt_twice(own, tmp_pat
     file.write_text("".join(json.dumps({"prompt": f"p{i % 30}", "want": "x"}) + "\n"
                             for i in range(40)))
     task = load_task(spec, str(file))
+    assert load_task(spec, str(file)).train == task.train != load_task(spec, str(file), 1).train
     assert {r["prompt"] for r in task.train}.isdisjoint(r["prompt"] for r in task.heldout)
     assert len(task.train) == 36
-    assert load_task(spec, str(file)).train == task.train != load_task(spec, str(file), 1).train
+    file.write_text("".join(json.dumps({"prompt": f"p{i}", "want": "x"}) + "\n" for i in range(3)))
+    assert (len(load_task(spec, str(file)).train), len(load_task(spec, str(file)).heldout)) == (2, 1)
 
 
 # ---- The whole program
@@ -831,6 +833,7 @@ def test_warnings_for_collapse_and_clipping(tmp_path):
         es_llm.warn_about(log, 1, F, 0.5, 0.6)
         es_llm.warn_about(log, 2, F + 0.45, 0.4, 0.4)  # offspring above their parent: fine
         es_llm.warn_about(log, 3, torch.tensor([.1, .2, .3]).double(), .35, .5)  # paradox: fine
+        es_llm.warn_about(log, 4, torch.tensor([.10, .11, .10]).double(), .18, .5)  # so is this
     texts = [w["text"] for w in metrics(tmp_path, "warning")]
     assert len(texts) == 2 and "--sigma is too large" in texts[0] and "--max-new-tokens" in texts[1]
 
@@ -921,7 +924,7 @@ def test_odd_mirrored_population_and_used_out_folder(tiny, own, tmp_path, capsys
 
 @pytest.mark.parametrize("fn, data, message", [
     ("short", "rows.jsonl", "returned '[0.0]', where"), ("scalar", "rows.jsonl", "returned '3.0'"),
-    ("array", "rows.jsonl", "returned '[0.]'"), ("none", "rows.jsonl", "returned 'None'"),
+    ("array", "rows.jsonl", "returned '[0. 0.]'"), ("none", "rows.jsonl", "returned 'None'"),
     ("nan", "rows.jsonl", "returned 'nan'"), ("text", "rows.jsonl", "returned '1'"),
     ("needs", "rows.jsonl", "row 0"), ("missing", "rows.jsonl", "missing"),
     ("reward", "empty.jsonl", "empty.jsonl"), ("reward", None, "--data"),
