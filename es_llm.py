@@ -26,10 +26,9 @@ This is Algorithm 2 of "Evolution Strategies at Scale" (Qiu et al., arXiv 2509.2
 
 --out receives config.json, metrics.jsonl, samples.jsonl and model/, a Hugging Face folder.
 Guaranteed: exact restore; noise without collisions or global state; the same bits for any number
-of ranks (float32, one kind of device, as many threads a rank); no step without a signal;
-measurement never changes the run. Not guaranteed: the same bits on another kind of device; the
-same text in half precision with another --rollout-batch. Not here: sampling, adapters, quantised
-weights, models larger than one device.
+of ranks (float32, one kind of device, as many threads a rank); no step without a signal; measuring
+never changes a run. Not guaranteed: bits on another device; in half precision, text with another
+--rollout-batch. Not here: sampling, adapters, quantised weights, models larger than one device.
 """
 import argparse
 import dataclasses
@@ -48,18 +47,18 @@ import sys
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Callable, Literal, NamedTuple, get_args
 
 import torch
+from jinja2 import TemplateError
 from tqdm import tqdm
 
 from tasks import Task, UserError, call_reward, load_task, tiny_model
 
 # ---- Settings: one field is one flag; the parser and --help read types and comments from here. ---
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     # -- what to train
     model: str = "tiny"  # Hugging Face folder or hub id; tiny: a small model made here
@@ -94,7 +93,11 @@ class Config:
                               max_new_tokens=0, rollout_batch=1, timeout_minutes=1e-3,
                               eval_every=0, eval_size=0).items():
             if not low <= getattr(self, name) < math.inf:
-                raise UserError(f"--{name} is {getattr(self, name)}: give {low} or more")
+                raise UserError(f"--{name.replace('_', '-')} is {getattr(self, name)}: give a "
+                                f"number from {low}")
+        for f in dataclasses.fields(self):
+            if get_args(f.type) and getattr(self, f.name) not in get_args(f.type):
+                raise UserError(f"{f.name} is {getattr(self, f.name)!r}: give {get_args(f.type)}")
         try:
             re.compile(self.trainable)
         except re.error as e:
@@ -126,7 +129,7 @@ def parse(argv: list[str]) -> dict[str, Any]:
     return vars(parser.parse_args(dashed))
 
 # ---- Ranks: the processes of a run. Without torchrun there is one, and nothing communicates. -----
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Dist:
     rank: int = 0
     world: int = 1
@@ -225,9 +228,8 @@ def thread_pool(threads: int) -> ThreadPoolExecutor:
 def for_each(fn: Callable[[str], Any], tensors: dict[str, torch.Tensor], device) -> list:
     """[fn(name) of each tensor], the largest first; on a CPU by as many threads as torch has.
 
-    `randn` fills a tensor with one thread and without the GIL, so several are drawn at a time. In
-    each such thread torch has one thread itself (which threads started later inherit): no result
-    can depend on how it would divide a tensor.
+    `randn` fills a tensor with one thread and without the GIL, so several are drawn at a time. Each
+    thread has one torch thread (as have those started later): no result depends on their number.
     """
     names = sorted(tensors, key=lambda name: -tensors[name].numel())
     if torch.device(device).type != "cpu":
@@ -282,7 +284,6 @@ class Rollout(NamedTuple):
 
 def end_tokens(model, tokenizer) -> set[int]:
     """All tokens that end a completion: the tokenizer's, the model's, and the chat template's."""
-    from jinja2 import TemplateError
     ends = set()
     for holder in (tokenizer, model.generation_config, model.config.get_text_config()):
         ids = getattr(holder, "eos_token_id", None)
@@ -295,7 +296,7 @@ def end_tokens(model, tokenizer) -> set[int]:
             text = ""
         closing = tokenizer(text.partition("<ANSWER>")[2].lstrip(), add_special_tokens=False)
         ends |= set(closing["input_ids"][:1]) & set(tokenizer.all_special_ids)
-    return {i for i in ends if i is not None and i < model.get_input_embeddings().num_embeddings}
+    return {i for i in ends - {None} if 0 <= i < model.get_input_embeddings().num_embeddings}
 
 def load_model(cfg: Config, stop: tuple[str, ...], device: torch.device) -> LM:
     """The model of --model, on `device`, in eval mode. Raises UserError."""
@@ -306,10 +307,13 @@ def load_model(cfg: Config, stop: tuple[str, ...], device: torch.device) -> LM:
     dtype = cfg.dtype if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
+        model, report = AutoModelForCausalLM.from_pretrained(name, dtype=dtype,
+                                                             output_loading_info=True)
         folder = Path(cached_file(name, "config.json")).parent
     except (OSError, ValueError, ImportError) as e:
-        raise UserError(f"--model {name} cannot be loaded: {' '.join(str(e).split())}") from e
+        raise UserError(f"--model {name} cannot be loaded: {' '.join(str(e).split())[:300]}") from e
+    if lacks := sorted(report["missing_keys"]):
+        raise UserError(f"--model {name} is no causal language model, or lacks weights: {lacks[0]}")
     for key, p in model.named_parameters():
         if p.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not p.isfinite().all():
             raise UserError(f"--model {name}: {key} is {p.dtype} or not finite: give a model whose "
@@ -323,8 +327,8 @@ def load_model(cfg: Config, stop: tuple[str, ...], device: torch.device) -> LM:
         raise UserError(f"--trainable {cfg.trainable!r} finds no parameter: the first is called "
                         f"{next(model.named_parameters())[0]}")
     ends = sorted(end_tokens(model, tokenizer))
-    # It replaces the model's own, so that none of its settings (sampling, penalties, forced tokens)
-    # reaches the decoder. An end token fills finished rows, and is cut off with their end.
+    # This replaces the model's own: none of its settings (sampling, penalties, forced tokens) must
+    # reach the decoder. An end token fills finished rows, and is cut off with their end.
     model.generation_config = GenerationConfig(
         do_sample=False, max_new_tokens=cfg.max_new_tokens, eos_token_id=ends or None,
         pad_token_id=ends[0] if ends else 0, stop_strings=list(stop) or None)
@@ -335,9 +339,9 @@ def encode(lm: LM, rows: list[dict], chat: str, where: str) -> list[Example]:
 
     A rendered chat template holds its own special tokens, a raw prompt gets the tokenizer's.
     """
-    from jinja2 import TemplateError
     new = lm.model.generation_config.max_new_tokens
-    limit = getattr(lm.model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    limit = getattr(lm.model.config.get_text_config(), "max_position_embeddings", None) or 0
+    limit = limit if limit > 0 else math.inf
     examples = []
     for i, row in enumerate(rows):
         prompt, raw = row["prompt"], isinstance(row["prompt"], str)
@@ -386,9 +390,9 @@ def rollouts(lm: LM, theta, members: list[int], examples: list[Example], functio
     """Every member's completion of every example, scored -> all, in order, on every rank; and the
     seconds in which this rank wrote weights. The parent, if it is a member, must be the first.
 
-    The unit of work is a member with --rollout-batch examples, dealt to ranks in blocks. So any
-    number of ranks decodes the same batches: in half precision a text can depend on the rows
-    beside it. Expects params == round(theta) and leaves them so, also when a reward raises.
+    A member with --rollout-batch examples is the unit of work, dealt to ranks in blocks: any number
+    of ranks decodes the same batches, as in half precision a text can depend on the rows beside it.
+    Expects params == round(theta) and leaves them so, also when a reward raises.
     """
     size, seconds = cfg.rollout_batch, 0.0
     work = [(n, examples[i:i + size]) for n in members for i in range(0, len(examples), size)]
@@ -419,8 +423,8 @@ def rollouts(lm: LM, theta, members: list[int], examples: list[Example], functio
 
 def evaluate_population(lm: LM, theta, reward: Callable, examples: list[Example], cfg: Config,
                         t: int, dist: Dist) -> tuple[torch.Tensor, dict[str, float]]:
-    """The parent and its N offspring on the same P prompts -> on every rank, what it took and the
-    rewards R, (N + 1, P) float64, member x prompt, last row = the parent."""
+    """The parent and its N offspring on the same P prompts -> rewards R, (N + 1, P) float64, member
+    x prompt, last row = the parent, and what they took; on every rank."""
     N, P = cfg.population, len(examples)
     # The parent comes first, while params still hold it.
     done, seconds = rollouts(lm, theta, [N, *range(N)], examples, [reward], cfg, t, dist)
@@ -465,10 +469,10 @@ def update_(theta, w, alpha: float, seed: int, t: int, mirrored: bool = False, d
             dist: Dist = Dist()) -> float:
     """theta += (alpha / N) * sum_n w_n s_n z_n -> the length of that step.
 
-    theta: float32 tensors by name. w: (N,) step weights. device: that of params, if not theta's,
-    for the noise to be the same. One rank, its owner, sums a tensor whole, in member order and
-    float32, and broadcasts it: the bits do not depend on the number of ranks. A mirrored pair is
-    one draw, a zero weight none. ValueError, with nothing written, for weights not finite.
+    theta: float32 tensors by name. w: (N,) step weights. device: of params, if not theta's. One
+    rank, its owner, sums a tensor whole, in member order and float32, and broadcasts it: the bits
+    do not depend on the number of ranks. A mirrored pair is one draw, a zero weight none.
+    Raises ValueError, with nothing written, for weights that are not finite.
     """
     device = device or next(iter(theta.values())).device
     if not w.isfinite().all():
@@ -559,8 +563,8 @@ def save_model(lm: LM, folder: Path) -> None:
 
 # ---- The program ---------------------------------------------------------------------------------
 def prepare(given: dict[str, Any]) -> tuple[Config, Task, LM, list[Example], list[Example]]:
-    """Flags -> complete settings, task, model, training and held-out prompts. Raises UserError.
-    Flags win over the task's own settings, those over the defaults."""
+    """Flags, over the task's own settings, over the defaults -> complete settings, task, model,
+    training and held-out prompts. Raises UserError."""
     cfg = Config(**given)
     name = cfg.task or ("toy" if cfg.model == "tiny" else "countdown")
     out = Path(cfg.out or f"runs/{Path(name).stem}-{Path(cfg.model).name}-"
@@ -630,10 +634,7 @@ def run(given: dict[str, Any], dist: Dist) -> None:
     log.say(f"{cfg.model}: {size:,} weights, {lm.model.dtype}, on {dist.world} x {device.type} | "
             f"{task.name}: {len(train)} training and {len(heldout)} held-out rows | N "
             f"{cfg.population}, sigma {cfg.sigma:g}, alpha {cfg.alpha:g} | {cfg.out}")
-    if not heldout:
-        log.say("no row is held out, so there is no evaluation")
-    first = last = []
-    kilobyte = 1 if sys.platform == "darwin" else 1024  # the unit of ru_maxrss
+    first, last, kilobyte = [], [], 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
     if heldout and due(0, cfg.eval_every, cfg.iterations):
         first = evaluate(lm, theta, task, heldout, cfg, 0, log, dist)
 

@@ -104,8 +104,7 @@ def answer_in(text: str) -> str | None:
     return found[-1] if found else None
 
 def countdown_format(completions, **_) -> list[float]:
-    """1 for reasoning and answer in their tags and no more (the prompt has opened <think>), else
-    0.1 for reasoning that ends plus 0.5 for an answer."""
+    """1 for "..</think> <answer>..</answer>", else 0.1 for a </think> plus 0.5 for an answer."""
     whole = re.compile(rf"(?is)(<think>)?{INSIDE}</think>\s*<answer>{INSIDE}</answer>\s*")
     return grade(lambda text: 1.0 if whole.fullmatch(text) else 0.1 * ("</think>" in text.lower())
                  + 0.5 * (answer_in(text) is not None), completions)
@@ -200,8 +199,8 @@ def tiny_model(steps: int = 1000) -> str:
             adam.zero_grad()
             rate.step()
     draft = f"{folder}.{os.getpid()}"
-    model.save_pretrained(draft)
-    tokenizer.save_pretrained(draft)
+    for part in (model, tokenizer):
+        part.save_pretrained(draft)
     try:
         os.rename(draft, folder)  # it appears whole or not at all
     except OSError:  # another process was first
@@ -234,7 +233,8 @@ def check_columns(reward: Callable, rows: list[dict], where: str) -> None:
         if missing := needs - {"prompts", "completions"} - row.keys():
             raise UserError(f"{where} row {i} has no column {min(missing)!r}: {', '.join(row)}")
         prompt = row.get("prompt")
-        chat = isinstance(prompt, list) and all("content" in message for message in prompt)
+        chat = isinstance(prompt, list) and all(
+            isinstance(m, dict) and isinstance(m.get("content"), str) for m in prompt)
         if not prompt or not (chat or isinstance(prompt, str)):
             raise UserError(f"{where} row {i} has no prompt, a string or a list of messages")
 
@@ -297,9 +297,10 @@ BUILT_IN = dict(toy=toy_task, countdown=countdown_task, conciseness=conciseness_
 def read_rows(file: str) -> list[dict]:
     """The objects of a .json file (a list) or a .jsonl file (one a line). Raises UserError."""
     try:
-        text = Path(file).read_text(encoding="utf-8")
-        rows = ([json.loads(line) for line in text.split("\n") if line.strip()]
-                if file.endswith(".jsonl") else json.loads(text))
+        text = Path(file).read_text(encoding="utf-8-sig")
+        if file.lower().endswith(".jsonl"):  # its lines as one list: then an error names the line
+            text = "[" + "\n,".join(line for line in text.split("\n") if line.strip()) + "]"
+        rows = json.loads(text)
         if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) for r in rows):
             raise ValueError("it holds no rows: give one JSON object or more")
     except (OSError, ValueError) as error:
@@ -307,11 +308,10 @@ def read_rows(file: str) -> list[dict]:
     return rows
 
 def load_function(spec: str) -> Callable:
-    """The function of "file.py:function". Raises UserError."""
+    """That of "file.py:function". Raises UserError."""
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
-        raise UserError(f"--task {spec} is none of {', '.join(BUILT_IN)}, nor FILE.py:FUNCTION of "
-                        "a file that is there")
+        raise UserError(f"--task {spec} is none of {', '.join(BUILT_IN)}, nor FILE.py:FUNCTION")
     found = importlib.util.spec_from_file_location("own_task", file)
     module = sys.modules["own_task"] = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
@@ -322,8 +322,8 @@ def load_function(spec: str) -> Callable:
 def load_task(spec: str, data: str = "", seed: int = 0) -> Task:
     """The task of a built-in name or file.py:function. Raises UserError.
 
-    A function with a parameter `completions` is a reward for the rows of the file `data`, a tenth
-    of them held out by `seed`. Any other returns the Task, from data and seed if it names them.
+    One with a parameter `completions` is a reward, for the rows of the file `data`: a tenth of
+    them is held out by `seed`. Any other returns the Task, from data and seed if it names them.
     """
     function = BUILT_IN.get(spec) or load_function(spec)
     takes = inspect.signature(function).parameters
@@ -331,6 +331,7 @@ def load_task(spec: str, data: str = "", seed: int = 0) -> Task:
         if not data:
             raise UserError(f"--task {spec} is a reward and has no rows: give --data FILE")
         rows = read_rows(data)
+        check_columns(function, rows, f"--data {data}")  # before they lose their order
         random.Random(seed).shuffle(rows)
         cut = len(rows) - -(-len(rows) // 10) if len(rows) > 1 else 1
         task = Task(spec, rows[:cut], rows[cut:], function, function, 256, (), {})
@@ -338,9 +339,9 @@ def load_task(spec: str, data: str = "", seed: int = 0) -> Task:
         raise UserError(f"--data {data}: task {spec} has its own rows: leave --data out")
     else:
         task = function(**{k: v for k, v in dict(data=data, seed=seed).items() if k in takes})
-    if not isinstance(task, Task) or not task.train:
-        raise UserError(f"--task {spec} returned {str(task)[:80]}: return a tasks.Task with rows, "
-                        "or, if it is a reward, name a parameter completions")
+    if not isinstance(task, Task) or not task.train or isinstance(task.stop, str):
+        raise UserError(f"--task {spec} returned {str(task)[:80]}: return a tasks.Task with rows "
+                        "and a tuple stop; or a reward needs a parameter completions")
     trained = {str(row.get("prompt")) for row in task.train}
     task = replace(task, heldout=[r for r in task.heldout if str(r.get("prompt")) not in trained])
     for where, rows in (("training", task.train), ("held-out", task.heldout)):

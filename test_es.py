@@ -496,6 +496,15 @@ def test_trainable_regex_and_weights_that_are_not_finite(tmp_path):
         load(folder)
 
 
+def test_a_model_without_all_its_weights_is_refused(tmp_path):
+    """transformers would draw the missing ones at random, other ones in every process."""
+    folder = save_tiny(tmp_path)
+    headless = transformers.AutoModel.from_pretrained(folder)
+    headless.save_pretrained(folder)
+    with pytest.raises(UserError, match="lacks weights: lm_head.weight"):
+        load(folder)
+
+
 def test_rollout_batch_changes_no_text_in_float32(tiny):
     lm = load(tiny)
     theta = {n: p.detach().clone() for n, p in lm.params.items()}
@@ -673,7 +682,8 @@ def test_a_reward_with_a_file_holds_a_tenth_out_and_no_prompt_twice(own, tmp_pat
     assert {r["prompt"] for r in task.train}.isdisjoint(r["prompt"] for r in task.heldout)
     assert len(task.train) == 36
     file.write_text("".join(json.dumps({"prompt": f"p{i}", "want": "x"}) + "\n" for i in range(3)))
-    assert (len(load_task(spec, str(file)).train), len(load_task(spec, str(file)).heldout)) == (2, 1)
+    task = load_task(spec, str(file))
+    assert (len(task.train), len(task.heldout)) == (2, 1)
 
 
 # ---- The whole program
@@ -709,6 +719,9 @@ def array(completions, *args, **kwargs): import numpy; return numpy.zeros(len(co
 def nan(completions, **_): return [float("nan")] * len(completions)
 def text(completions, **_): return ["1"] * len(completions)
 def needs(completions, gold): return [0.0] * len(completions)
+def string_stop(): return Task("s", [{"prompt": "a"}], [], none, none, 8, "ab", {})
+def no_setting(): return Task("s", [{"prompt": "a"}], [], none, none, 8, (), {"sigmoid": 1})
+def no_choice(): return Task("s", [{"prompt": "a"}], [], none, none, 8, (), {"shaping": "rank"})
 '''
 
 
@@ -722,6 +735,7 @@ def own(tmp_path_factory):
         {"prompt": [{"role": "user", "content": f"{i}?"}], "want": str(i % 3)}) + "\n"
         for i in range(12)))
     (folder / "empty.jsonl").write_text("")
+    (folder / "broken.jsonl").write_text('{"prompt": "a"}\n{"prompt": "b"}\n{"prompt": c}\n')
     return folder
 
 
@@ -892,7 +906,7 @@ def test_half_precision_runs_and_saves_its_own_dtype(family, own, tmp_path):
 
 
 @pytest.mark.parametrize("flags, message", [
-    (dict(population=1), "--population is 1: give 2 or more"),
+    (dict(population=1), "--population is 1: give a number from 2"),
     (dict(sigma=-1), "--sigma is -1.0"),
     (dict(sigma="nan"), "--sigma is nan"),
     (dict(sigma="x"), "--sigma"),
@@ -928,7 +942,9 @@ def test_odd_mirrored_population_and_used_out_folder(tiny, own, tmp_path, capsys
     ("nan", "rows.jsonl", "returned 'nan'"), ("text", "rows.jsonl", "returned '1'"),
     ("needs", "rows.jsonl", "row 0"), ("missing", "rows.jsonl", "missing"),
     ("reward", "empty.jsonl", "empty.jsonl"), ("reward", None, "--data"),
-    ("reward", "nowhere.jsonl", "nowhere.jsonl")])
+    ("reward", "nowhere.jsonl", "nowhere.jsonl"), ("reward", "broken.jsonl", "line 3"),
+    ("string_stop", None, "a tuple stop"), ("no_setting", None, "'sigmoid'"),
+    ("no_choice", None, "shaping is 'rank'")])
 def test_bad_rewards_and_rows_are_named(fn, data, message, tiny, own, tmp_path, capsys):
     assert es_llm.main(argv(tiny, own, tmp_path / "o", fn, data)) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
