@@ -599,11 +599,11 @@ def provenance(lm: LM, cfg: Config, dist: Dist) -> dict[str, Any]:
 def evaluate(lm: LM, theta, task: Task, examples: list[Example], cfg: Config, t: int, log: Log,
              dist: Dist) -> list[str]:
     """Reward and accuracy of theta on held-out rows, written and printed -> its answers by row."""
-    done, _ = rollouts(lm, theta, [cfg.population], examples, [task.reward, task.accuracy], cfg, t,
-                       dist)
+    functions = list(dict.fromkeys([task.reward, task.accuracy]))  # one, if they are the same
+    done, _ = rollouts(lm, theta, [cfg.population], examples, functions, cfg, t, dist)
     done.sort(key=lambda rollout: rollout.index)
     numbers = {}
-    for i, (name, error) in enumerate([("reward", "reward_stderr"), ("accuracy", "stderr")]):
+    for i, name, error in ((0, "reward", "reward_stderr"), (-1, "accuracy", "stderr")):
         values = [rollout.scores[i] for rollout in done]
         numbers[name] = statistics.fmean(values)
         numbers[error] = statistics.stdev(values) / len(values) ** .5 if len(values) > 1 else 0.0
@@ -612,7 +612,7 @@ def evaluate(lm: LM, theta, task: Task, examples: list[Example], cfg: Config, t:
             "{reward:.3f} +- {reward_stderr:.3f} (n = {})".format(t, len(done), **numbers))
     for rollout in done[:5]:
         log.write("samples.jsonl", iteration=t, row=rollout.index, text=rollout.text,
-                  reward=rollout.scores[0], accuracy=rollout.scores[1],
+                  reward=rollout.scores[0], accuracy=rollout.scores[-1],
                   prompt=task.heldout[rollout.index]["prompt"])
     return [rollout.text for rollout in done]
 

@@ -308,7 +308,7 @@ def read_rows(file: str) -> list[dict]:
     return rows
 
 def load_function(spec: str) -> Callable:
-    """That of "file.py:function". Raises UserError."""
+    """The function that "file.py:function" names. Raises UserError."""
     file, _, name = spec.rpartition(":")
     if not file.endswith(".py") or not Path(file).is_file():
         raise UserError(f"--task {spec} is none of {', '.join(BUILT_IN)}, nor FILE.py:FUNCTION")
@@ -322,8 +322,8 @@ def load_function(spec: str) -> Callable:
 def load_task(spec: str, data: str = "", seed: int = 0) -> Task:
     """The task of a built-in name or file.py:function. Raises UserError.
 
-    One with a parameter `completions` is a reward, for the rows of the file `data`: a tenth of
-    them is held out by `seed`. Any other returns the Task, from data and seed if it names them.
+    A function with a parameter `completions` is a reward for the rows of the file `data`, a tenth
+    of them held out by `seed`. Any other returns the Task, from data and seed if it names them.
     """
     function = BUILT_IN.get(spec) or load_function(spec)
     takes = inspect.signature(function).parameters
