@@ -1,29 +1,51 @@
-"""Tasks: what a model is asked, and how its answers are scored.
+"""Tasks: what a model is asked, how its answers are scored; and how errors and files are met.
 
 A reward takes what TRL gives one: completions (strings, or lists of messages where the prompt is
-one) and the rows' columns by name, each a list. It returns a float each, higher is better. Those
+one) and the rows' columns by name, each a list; and returns a float each, higher is better. Those
 here never run what a model wrote, and take bounded time for any text.
 """
-import ast
-import importlib.util
-import inspect
-import itertools
-import json
-import math
-import os
-import random
-import re
-import sys
-import zlib
-from dataclasses import dataclass, replace
+import ast, contextlib, dataclasses, importlib.util, inspect, itertools, json, math, os, random
+import re, shutil, sys, zlib
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 class UserError(ValueError):
     """Bad input: one sentence that says where, what was found, and what to do."""
 
-@dataclass(frozen=True)
+def require(fine: Any, text: str) -> None:
+    if not fine: raise UserError(text)
+
+@contextlib.contextmanager
+def explain(text: str, *kinds: type[Exception]):
+    """Errors of these kinds become a UserError that begins with `text`."""
+    try:
+        yield
+    except kinds as e:
+        raise UserError(f"{text}: {' '.join(str(e).split())[:300]}") from e
+
+def dump(rows: Iterable[dict]) -> str:
+    return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+
+def read_log(file: Path) -> list[dict]:
+    """The complete lines of a .jsonl file as objects; none if it is not there. Raises UserError."""
+    text = file.read_text(encoding="utf-8", errors="replace") if file.exists() else ""
+    with explain(f"{file} is damaged, or no log of a run", ValueError):
+        return [json.loads(line) for line in text.split("\n")[:-1]]
+
+def append(file: Path, *rows: dict) -> None:
+    with open(file, "a", encoding="utf-8") as f:
+        f.write(dump(rows))
+
+def replace(path: Path, write: Callable[[Path], Any]) -> None:
+    """write(draft) makes a file or folder; when it is complete, it takes the place of `path`."""
+    draft = path.with_name(path.name + ".draft")
+    shutil.rmtree(draft, ignore_errors=True)  # of a run that was killed
+    write(draft)
+    shutil.rmtree(path, ignore_errors=True)  # a folder; a file is replaced in one step
+    draft.replace(path)
+
+@dataclasses.dataclass(frozen=True)
 class Task:
     name: str
     train: list[dict]  # row["prompt"] is a raw string or chat messages; other keys are columns
@@ -54,15 +76,13 @@ INSIDE = r"((?:(?!</?(?:think|answer)>).)*)"  # up to the next tag: linear in th
 def number(value: Any) -> Fraction:
     """The exact number that an int, a float or a text like -12.5 is. ValueError for another."""
     text = str(value).strip()
-    if not re.fullmatch(r"[-+]?[0-9]{1,30}(\.[0-9]{1,30})?", text):
-        raise ValueError(f"{text[:40]!r} is no plain number")
+    require(re.fullmatch(r"[-+]?[0-9]{1,30}(\.[0-9]{1,30})?", text), f"{text[:40]!r} is no number")
     return Fraction(text)
 
 def value_of(expression: str) -> tuple[Fraction, list[int]]:
     """Exact value and integers of an expression of + - * / and brackets, at most 200 characters:
     parsed, never run. ValueError or SyntaxError for anything else, such as a power."""
-    if not re.fullmatch(r"[-+*/()0-9 ]{1,200}", expression):
-        raise ValueError(f"{expression[:40]!r} is no short expression of integers")
+    require(re.fullmatch(r"[-+*/()0-9 ]{1,200}", expression), "no short expression of integers")
     used = []
 
     def value(node: ast.AST) -> Fraction:
@@ -70,20 +90,16 @@ def value_of(expression: str) -> tuple[Fraction, list[int]]:
             used.append(node.value)
             return Fraction(node.value)
         apply = OPERATIONS.get(type(getattr(node, "op", None)))
-        if apply is None:
-            raise ValueError(f"{expression!r} is not plain arithmetic")
-        return apply(*map(value, [node.operand] if isinstance(node, ast.UnaryOp)
-                          else [node.left, node.right]))
-
+        require(apply, f"{expression!r} is not plain arithmetic")
+        unary = isinstance(node, ast.UnaryOp)
+        return apply(*map(value, [node.operand] if unary else [node.left, node.right]))
     return value(ast.parse(expression.strip(), mode="eval").body), used
 
 def solves(answer: str | None, numbers: list, target: Any) -> bool:
     """Whether `answer` uses each of `numbers` once and equals `target`. It may end in "= value"
     if that is true. A decimal target is a rounded one: within 1e-5, as in the paper."""
-    if not answer or len(answer) > 200:
-        return False
-    if boxed := re.fullmatch(r"\\boxed\{(.*)\}", answer.strip(), re.DOTALL):
-        answer = boxed[1]
+    if not answer or len(answer) > 200: return False
+    if boxed := re.fullmatch(r"\\boxed\{(.*)\}", answer.strip(), re.DOTALL): answer = boxed[1]
     answer = answer.translate(FULL_WIDTH)
     for sign, plain in LATEX.items():
         answer = answer.replace(sign, plain)
@@ -127,13 +143,11 @@ def countdown_problems(rng: random.Random, count: int) -> list[dict]:
         while len(terms) > 1:
             left, right = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
             terms.append(f"({left} {rng.choice('+-*/')} {right})")
-        try:
+        with contextlib.suppress(ZeroDivisionError):
             target, _ = value_of(terms[0])
-        except ZeroDivisionError:
-            continue
-        if target.denominator == 1 and 0 <= target <= 999:
-            problems[(*sorted(numbers), target)] = dict(
-                numbers=numbers, target=int(target), solution=terms[0][1:-1])
+            if target.denominator == 1 and 0 <= target <= 999:
+                problems[(*sorted(numbers), target)] = dict(
+                    numbers=numbers, target=int(target), solution=terms[0][1:-1])
     return list(problems.values())
 
 # ---- Toy: countdown for a model of one token a character, which is made here in half a minute. ---
@@ -156,19 +170,16 @@ def toy_problems(heldout: bool) -> list[dict]:
     return random.Random(0).sample(list(rows.values()), len(rows))  # in no order
 
 def tiny_model(steps: int = 1000) -> str:
-    """Folder of a Llama of 0.14M parameters that knows more than it shows, made if not cached.
-
-    It learns to solve toy problems; then, in the last fifth of the warm-up, seven answers of ten
-    are a lazy a+b+c, whatever the target. Greedy decoding shows the habit, not the knowledge.
-    """
+    """Folder of a Llama of 0.14M parameters that knows more than it shows, made if not cached. It
+    learns to solve toy problems; then, in the last fifth of the warm-up, seven answers of ten are a
+    lazy a+b+c, whatever the target. Greedy decoding shows the habit, not the knowledge."""
     import torch
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from tqdm import tqdm
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "es_llm"
     folder = cache / f"tiny-{steps}-{zlib.crc32(Path(__file__).read_bytes()):08x}"
-    if folder.is_dir():
-        return str(folder)
+    if folder.is_dir(): return str(folder)
     print("Warming up the tiny model: half a minute, this once.", flush=True)
     words = ["<pad>", "<eos>", "<unk>", "\n", *map(chr, range(32, 127))]
     core = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
@@ -193,19 +204,16 @@ def tiny_model(steps: int = 1000) -> str:
         for step in tqdm(range(steps), "warm-up of the tiny model", disable=None, leave=False):
             row = torch.randint(len(ids), (64,))
             lazy = (torch.rand(64) < (0.7 if step >= 0.8 * steps else 0)).long()
+            adam.zero_grad()
             model(input_ids=ids[row, lazy], labels=labels[row, lazy]).loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             adam.step()
-            adam.zero_grad()
             rate.step()
     draft = f"{folder}.{os.getpid()}"
     for part in (model, tokenizer):
         part.save_pretrained(draft)
-    try:
-        os.rename(draft, folder)  # it appears whole or not at all
-    except OSError:  # another process was first
-        if not folder.is_dir():
-            raise
+    with contextlib.suppress(OSError):  # another process may have been first
+        os.rename(draft, folder)
     return str(folder)
 
 # ---- Conciseness: the answer's length is the goal (same paper, section 4.2). ---------------------
@@ -230,18 +238,17 @@ def check_columns(reward: Callable, rows: list[dict], where: str) -> None:
     needs = {name for name, p in inspect.signature(reward).parameters.items()
              if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     for i, row in enumerate(rows):
-        if missing := needs - {"prompts", "completions"} - row.keys():
-            raise UserError(f"{where} row {i} has no column {min(missing)!r}: {', '.join(row)}")
+        missing = sorted(needs - {"prompts", "completions"} - row.keys())
+        require(not missing, f"{where} row {i} has no column {missing[:1]}: {', '.join(row)}")
         prompt = row.get("prompt")
         chat = isinstance(prompt, list) and all(
             isinstance(m, dict) and isinstance(m.get("content"), str) for m in prompt)
-        if not prompt or not (chat or isinstance(prompt, str)):
-            raise UserError(f"{where} row {i} has no prompt, a string or a list of messages")
+        require(prompt and (chat or isinstance(prompt, str)),
+                f"{where} row {i} has no prompt, a string or a list of messages")
 
 def call_reward(reward: Callable, rows: list[dict], texts: list[str], labels: list[str]) -> list:
-    """One call of a reward for all rows -> a finite float for each. As in TRL it gets prompts,
-    completions (lists of messages where the prompt is one) and columns; without ** what it names.
-    Raises UserError or, if the reward raises, RuntimeError, both with the row's label."""
+    """One call of a reward, as TRL does it: prompts, completions and columns, without ** what it
+    names -> a finite float a row. Raises UserError, or RuntimeError if it raises, with a label."""
     named = inspect.signature(reward).parameters
     takes_all = any(p.kind is p.VAR_KEYWORD for p in named.values())
 
@@ -252,7 +259,6 @@ def call_reward(reward: Callable, rows: list[dict], texts: list[str], labels: li
             text if isinstance(prompt, str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(given["prompts"], texts)]
         return reward(**{key: v for key, v in given.items() if takes_all or key in named})
-
     try:
         values = call(rows, texts)
     except Exception:  # it may be of any kind: find the row that makes it
@@ -264,9 +270,9 @@ def call_reward(reward: Callable, rows: list[dict], texts: list[str], labels: li
         raise
     fits = isinstance(values, (list, tuple)) and len(values) == len(rows)
     for label, value in zip(labels, values if fits else [values]):
-        if not (fits and hasattr(value, "__float__") and math.isfinite(value)):
-            raise UserError(f"{label}: the reward returned {str(value)[:80]!r}, where it must "
-                            f"return a list of {len(rows)} finite numbers")
+        require(fits and hasattr(value, "__float__") and math.isfinite(value),
+                f"{label}: the reward returned {str(value)[:80]!r}, where it must return a list "
+                f"of {len(rows)} finite numbers")
     return [float(value) for value in values]
 
 # ---- Loading: a task is made by a function, one of these with the papers' settings or one's own. -
@@ -278,10 +284,8 @@ def toy_task() -> Task:
 def countdown_task(data: str, seed: int) -> Task:
     rows = read_rows(data) if data else countdown_problems(random.Random(seed), 2200)
     for i, row in enumerate(rows):
-        try:
+        with explain(f"--data {data} row {i}: numbers and target", KeyError, TypeError, ValueError):
             list(map(number, [*row["numbers"], row["target"]]))
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(f"--data {data} row {i}: no numbers and target: {error!r}") from error
         row["prompt"] = COUNTDOWN.format(" ".join(map(str, row["numbers"])), row["target"])
     return Task("countdown", rows[:200], rows[200:], countdown_reward, countdown_accuracy, 1024,
                 ("</answer>",), dict(population=30, sigma=1e-3, iterations=500))
@@ -296,55 +300,51 @@ BUILT_IN = dict(toy=toy_task, countdown=countdown_task, conciseness=conciseness_
 
 def read_rows(file: str) -> list[dict]:
     """The objects of a .json file (a list) or a .jsonl file (one a line). Raises UserError."""
-    try:
+    with explain(f"--data {file} cannot be read", OSError, ValueError):
         text = Path(file).read_text(encoding="utf-8-sig")
         if file.lower().endswith(".jsonl"):  # its lines as one list: then an error names the line
             text = "[" + "\n,".join(line for line in text.split("\n") if line.strip()) + "]"
         rows = json.loads(text)
-        if not isinstance(rows, list) or not rows or not all(isinstance(r, dict) for r in rows):
-            raise ValueError("it holds no rows: give one JSON object or more")
-    except (OSError, ValueError) as error:
-        raise UserError(f"--data {file} cannot be read: {error}") from error
+    require(rows and isinstance(rows, list) and all(isinstance(row, dict) for row in rows),
+            f"--data {file} holds no rows: give one JSON object or more")
     return rows
 
 def load_function(spec: str) -> Callable:
     """The function that "file.py:function" names. Raises UserError."""
     file, _, name = spec.rpartition(":")
-    if not file.endswith(".py") or not Path(file).is_file():
-        raise UserError(f"--task {spec} is none of {', '.join(BUILT_IN)}, nor FILE.py:FUNCTION")
+    require(file.endswith(".py") and Path(file).is_file(),
+            f"--task {spec} is none of {', '.join(BUILT_IN)}, nor FILE.py:FUNCTION")
     found = importlib.util.spec_from_file_location("own_task", file)
     module = sys.modules["own_task"] = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
-    if not callable(function := getattr(module, name, None)):
-        raise UserError(f"--task {spec}: {file} has no function {name!r}")
+    function = getattr(module, name, None)
+    require(callable(function), f"--task {spec}: {file} has no function {name!r}")
     return function
 
 def load_task(spec: str, data: str = "", seed: int = 0) -> Task:
-    """The task of a built-in name or file.py:function. Raises UserError.
-
-    A function with a parameter `completions` is a reward for the rows of the file `data`, a tenth
-    of them held out by `seed`. Any other returns the Task, from data and seed if it names them.
-    """
+    """The task of a built-in name or file.py:function. A function with a parameter `completions` is
+    a reward for the rows of the file `data`, a tenth of them held out by `seed`; any other returns
+    the Task, from data and seed if it names them. Raises UserError."""
     function = BUILT_IN.get(spec) or load_function(spec)
     takes = inspect.signature(function).parameters
     if "completions" in takes:
-        if not data:
-            raise UserError(f"--task {spec} is a reward and has no rows: give --data FILE")
+        require(data, f"--task {spec} is a reward and has no rows: give --data FILE")
         rows = read_rows(data)
         check_columns(function, rows, f"--data {data}")  # before they lose their order
         random.Random(seed).shuffle(rows)
         cut = len(rows) - -(-len(rows) // 10) if len(rows) > 1 else 1
         task = Task(spec, rows[:cut], rows[cut:], function, function, 256, (), {})
-    elif data and "data" not in takes:
-        raise UserError(f"--data {data}: task {spec} has its own rows: leave --data out")
     else:
+        require(not data or "data" in takes,
+                f"--data {data}: task {spec} has its own rows: leave --data out")
         task = function(**{k: v for k, v in dict(data=data, seed=seed).items() if k in takes})
-    if not isinstance(task, Task) or not task.train or isinstance(task.stop, str):
-        raise UserError(f"--task {spec} returned {str(task)[:80]}: return a tasks.Task with rows "
-                        "and a tuple stop; or a reward needs a parameter completions")
+    require(isinstance(task, Task) and task.train and not isinstance(task.stop, str),
+            f"--task {spec} returned {str(task)[:80]}: return a tasks.Task with rows and a tuple "
+            "stop; or a reward needs a parameter completions")
     trained = {str(row.get("prompt")) for row in task.train}
-    task = replace(task, heldout=[r for r in task.heldout if str(r.get("prompt")) not in trained])
-    for where, rows in (("training", task.train), ("held-out", task.heldout)):
-        for fn in (task.reward, task.accuracy):
-            check_columns(fn, rows, where)
+    fresh = [row for row in task.heldout if str(row.get("prompt")) not in trained]
+    task = dataclasses.replace(task, heldout=fresh)
+    for fn in (task.reward, task.accuracy):
+        check_columns(fn, task.train, "training")
+        check_columns(fn, task.heldout, "held-out")
     return task

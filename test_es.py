@@ -9,14 +9,19 @@ import math
 import os
 import random
 import re
+import resource
+import shutil
+import socket
 import subprocess
 import sys
 import time
+import traceback
 import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
@@ -261,7 +266,7 @@ def test_fitness_ties_members_with_the_same_rewards_in_another_order():
     assert len({float(x) for x in R.sum(1)}) > 1, "the plain sum is order-dependent here"
     assert shape_fitness(es_llm.fitness(R)).tolist() == [0.0] * 50
     scores = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0, 0, 0]], dtype=torch.float64)
-    assert es_llm.fitness(scores).tolist() == [0.4]
+    assert es_llm.fitness(scores) == [0.4]
 
 
 @pytest.mark.parametrize("mirrored", [False, True])
@@ -429,7 +434,7 @@ def test_all_end_tokens_are_found(tmp_path):
     rude = "{{ raise_exception('no') }}"  # a template that refuses other turns has no say
     lm = load(save_tiny(tmp_path / "rude", tokenizer=make_tokenizer(chat=rude)))
     assert lm.model.generation_config.eos_token_id == [2]
-    with pytest.raises(UserError, match="test row 0: the chat template refuses"):
+    with pytest.raises(UserError, match="test row 0: --chat on: its chat template"):
         es_llm.encode(lm, [{"prompt": "x"}], "on", "test")
     save_tiny(tmp_path / "none", tokenizer=make_tokenizer(eos=False, pad=False),
               eos_token_id=None, pad_token_id=None)
@@ -486,7 +491,7 @@ def test_trainable_regex_and_weights_that_are_not_finite(tmp_path):
     folder = save_tiny(tmp_path)
     assert set(load(folder, trainable="norm").params) == {
         n for n, _ in load(folder).model.named_parameters() if "norm" in n}
-    for bad, message in (("nothing-like-this", "finds no parameter"), ("(", "regular expression")):
+    for bad, message in (("nothing-like-this", "finds no parameter"), ("(", "unterminated")):
         with pytest.raises(UserError, match=message):
             load(folder, trainable=bad)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
@@ -501,7 +506,7 @@ def test_a_model_without_all_its_weights_is_refused(tmp_path):
     folder = save_tiny(tmp_path)
     headless = transformers.AutoModel.from_pretrained(folder)
     headless.save_pretrained(folder)
-    with pytest.raises(UserError, match="lacks weights: lm_head.weight"):
+    with pytest.raises(UserError, match="lacks weights: .*lm_head.weight"):
         load(folder)
 
 
@@ -513,9 +518,14 @@ def test_rollout_batch_changes_no_text_in_float32(tiny):
     texts = []
     for size in (3, 7, 10):
         cfg = Config(model=tiny, max_new_tokens=12, rollout_batch=size, population=3, sigma=0.1)
-        done, _ = es_llm.rollouts(lm, theta, [3, 0, 1, 2], examples, [lengths], cfg, 1, Dist())
-        texts.append([(r.member, r.index, r.text) for r in done])
-    assert texts[0] == texts[1] == texts[2]
+        R, done, _ = es_llm.evaluate_population(lm, theta, range(4), examples, [lengths], cfg, 1,
+                                                Dist())
+        texts.append([completion.text for completion in done])
+        assert R.shape == (4, 10, 1)
+        assert R.flatten().tolist() == [float(len(text)) for text in texts[-1]]
+    assert texts[0] == texts[1] == texts[2] and texts[0][:10] != texts[0][30:]
+    parent = [es_llm.generate(lm, [example.ids])[0].text for example in examples]
+    assert texts[0][30:] == parent
 
 
 def lengths(completions, **_):
@@ -535,8 +545,8 @@ def test_weights_come_back_after_a_reward_raises(tiny):
 
     cfg = Config(model=tiny, max_new_tokens=4, population=4)
     examples = es_llm.encode(lm, [{"prompt": "a"}, {"prompt": "bc"}], "auto", "test")
-    with pytest.raises(RuntimeError, match="iteration 1, member 1, row 0") as e:
-        es_llm.evaluate_population(lm, theta, reward, examples, cfg, 1, Dist())
+    with pytest.raises(RuntimeError, match="iteration 1, member 2, row 0") as e:
+        es_llm.evaluate_population(lm, theta, range(5), examples, [reward], cfg, 1, Dist())
     assert isinstance(e.value.__cause__, KeyError)
     assert all(torch.equal(p, theta[n]) for n, p in lm.params.items())
 
@@ -755,11 +765,11 @@ def weights(out):
     return (Path(out) / "model" / "model.safetensors").read_bytes()
 
 
-def launch(world, args, threads="1"):
+def launch(world, args, threads="1", script=HERE / "es_llm.py", flags=()):
     """The program under torchrun, as users start it."""
-    env = os.environ | dict(OMP_NUM_THREADS=threads)
+    env = os.environ | dict(OMP_NUM_THREADS=threads, PYTHONPATH=str(HERE))
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
-               f"--nproc_per_node={world}", str(HERE / "es_llm.py"), *args]
+               f"--nproc_per_node={world}", *flags, str(script), *args]
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=200, cwd=HERE)
 
 
@@ -840,16 +850,13 @@ def test_when_an_evaluation_is_due():
     assert at(7, 6) == [0, 6] and at(4, 6) == [0, 4, 6]
 
 
-def test_warnings_for_collapse_and_clipping(tmp_path):
-    log = es_llm.Log(str(tmp_path), Dist())
-    F = torch.tensor([0.0, 0.001, 0.0], dtype=torch.float64)
-    for _ in range(2):
-        es_llm.warn_about(log, 1, F, 0.5, 0.6)
-        es_llm.warn_about(log, 2, F + 0.45, 0.4, 0.4)  # offspring above their parent: fine
-        es_llm.warn_about(log, 3, torch.tensor([.1, .2, .3]).double(), .35, .5)  # paradox: fine
-        es_llm.warn_about(log, 4, torch.tensor([.10, .11, .10]).double(), .18, .5)  # so is this
-    texts = [w["text"] for w in metrics(tmp_path, "warning")]
+def test_warnings_for_collapse_and_clipping():
+    texts = list(es_llm.warnings([0.0, 0.001, 0.0], 0.5, 0.6))
     assert len(texts) == 2 and "--sigma is too large" in texts[0] and "--max-new-tokens" in texts[1]
+    assert not list(es_llm.warnings([0.45, 0.451, 0.45], 0.4, 0.4))  # above their parent
+    assert not list(es_llm.warnings([0.1, 0.2, 0.3], 0.35, 0.5))  # the paradox
+    assert not list(es_llm.warnings([0.10, 0.11, 0.10], 0.18, 0.5))
+    assert ["tied" in text for text in es_llm.warnings([0.3, 0.3], 0.3, 0)] == [True]
 
 
 @pytest.mark.parametrize("shaping", ["zscore", "ranks", "none"])
@@ -929,7 +936,7 @@ def test_bad_settings_get_one_sentence(flags, message, tiny, own, tmp_path, caps
 
 def test_odd_mirrored_population_and_used_out_folder(tiny, own, tmp_path, capsys):
     assert es_llm.main(argv(tiny, own, tmp_path / "o") + ["--mirrored"]) == 2
-    assert "--mirrored makes pairs" in capsys.readouterr().err
+    assert "--mirrored: --population is odd" in capsys.readouterr().err
     (tmp_path / "keep").write_text("precious")
     assert es_llm.main(argv(tiny, own, tmp_path)) == 2
     assert "not empty" in capsys.readouterr().err
@@ -943,22 +950,25 @@ def test_odd_mirrored_population_and_used_out_folder(tiny, own, tmp_path, capsys
     ("needs", "rows.jsonl", "row 0"), ("missing", "rows.jsonl", "missing"),
     ("reward", "empty.jsonl", "empty.jsonl"), ("reward", None, "--data"),
     ("reward", "nowhere.jsonl", "nowhere.jsonl"), ("reward", "broken.jsonl", "line 3"),
-    ("string_stop", None, "a tuple stop"), ("no_setting", None, "'sigmoid'"),
+    ("string_stop", None, "a tuple stop"),
     ("no_choice", None, "shaping is 'rank'")])
 def test_bad_rewards_and_rows_are_named(fn, data, message, tiny, own, tmp_path, capsys):
     assert es_llm.main(argv(tiny, own, tmp_path / "o", fn, data)) == 2
     assert message in capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_a_function_that_is_reward_and_accuracy_is_called_once(tiny, tmp_path):
+def test_a_default_that_is_no_setting_keeps_its_traceback(tiny, own, tmp_path):
+    with pytest.raises(TypeError, match="sigmoid"):
+        es_llm.main(argv(tiny, own, tmp_path / "o", "no_setting"))
+
+
+def test_a_function_that_is_reward_and_accuracy_is_called_once(tiny):
     lm, calls = load(tiny, max_new_tokens=4), []
     reward = lambda completions, **_: calls.append(1) or [0.5] * len(completions)  # noqa: E731
     task = tasks.Task("t", [{"prompt": "a"}], [{"prompt": "b"}], reward, reward, 4, (), {})
     theta = {n: p.detach().clone() for n, p in lm.params.items()}
-    cfg, log = Config(model=tiny, max_new_tokens=4), es_llm.Log(str(tmp_path), Dist())
     examples = es_llm.encode(lm, task.heldout, "auto", "test")
-    es_llm.evaluate(lm, theta, task, examples, cfg, 1, log, Dist())
-    row, = metrics(tmp_path, "eval")
+    row, _ = es_llm.evaluate(lm, theta, task, examples, Config(max_new_tokens=4), 1, Dist())
     assert len(calls) == 1 and row["reward"] == row["accuracy"] == 0.5 and row["stderr"] == 0
 
 
@@ -993,6 +1003,463 @@ def test_import_touches_nothing():
 
 
 # ---- Size and style
+
+
+# ---- Faults: runs that are killed, stopped, starved of disk, or spread over ranks
+
+
+TIMING = {"seconds", "seconds_rollout", "seconds_perturb", "seconds_update", "tokens_per_second",
+          "eta_seconds", "peak_memory_bytes"}
+LOGGED = ("iteration", "F", "theta", "tokens", "clipped")
+
+
+def result(out):
+    """What must not depend on kills: model, seed log, train and eval lines without timings."""
+    rows = [{k: v for k, v in row.items() if k not in TIMING}
+            for kind in ("train", "eval") for row in metrics(out, kind)]
+    return weights(out), (Path(out) / "seeds.jsonl").read_bytes(), rows
+
+
+def fault(name, nth, act):
+    """The nth call of es_llm's function `name` in this process does act(*its arguments)."""
+    original, calls = getattr(es_llm, name), []
+
+    def wrapped(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == nth:
+            act(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    setattr(es_llm, name, wrapped)
+
+
+def kill(*_, **__):
+    os.kill(os.getpid(), 9)
+
+
+def kill_in_the_middle_of_a_checkpoint(theta, file, metadata):
+    file.write_bytes(b"half of it")
+    kill()
+
+
+def kill_in_the_middle_of_a_line(file, line):
+    with open(file, "ab") as f:
+        f.write(es_llm.dump([line]).encode()[:70])
+    kill()
+
+
+def kill_in_the_middle_of_a_model(lm, folder):
+    lm.model.save_pretrained(folder)
+    kill()
+
+
+def limit_files(*_, **__):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+
+def limit_this_log(file, line):
+    size = file.stat().st_size + 40
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def ask_to_end(*_, **__):
+    os.kill(os.getpid(), 15)
+
+
+def ask_twice(*_, **__):
+    ask_to_end()
+    time.sleep(1.1)
+    ask_to_end()
+
+
+def spoil(theta, *_, **__):
+    theta[min(theta)].view(-1)[3] += 1e-3
+
+
+def sleep(*_, **__):
+    time.sleep(5)
+
+
+def forked(world, args, faults=()):
+    """The program in `world` new processes -> their exit codes. faults: (rank, name, nth, act)."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    children = []
+    for rank in range(world):
+        children.append(os.fork())
+        if children[-1] == 0:
+            try:
+                if world > 1:
+                    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank),
+                                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                for who, *what in faults:
+                    if who == rank:
+                        fault(*what)
+                code = es_llm.main(args)
+            except SystemExit as e:
+                code = e.code
+            except BaseException:
+                traceback.print_exc()
+                code = 1
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    codes = {}
+    for _ in children:
+        pid, status = os.wait()
+        codes[pid] = os.waitstatus_to_exitcode(status)
+        if codes[pid]:  # as torchrun does when a process fails
+            for other in set(children) - codes.keys():
+                os.kill(other, 15)
+    return [codes[pid] for pid in children]
+
+
+def in_fresh_process(code, *args):
+    """Forking is safe only where torch has started no threads yet."""
+    env = os.environ | dict(OMP_NUM_THREADS="1")
+    for name in ("RANK", "WORLD_SIZE"):
+        env.pop(name, None)
+    return subprocess.run([sys.executable, "-c", f"from test_es import *\n{code}", *map(str, args)],
+                          env=env, capture_output=True, text=True, timeout=200, cwd=HERE)
+
+
+KILLS = [  # function, which of its calls, what happens there; 4 iterations, checkpoints at 2 and 4
+    ("generate", 1, kill), ("generate", 15, kill),  # in the first evaluation; in the rollouts
+    ("append", 4, kill_in_the_middle_of_a_line),  # of the seed log
+    ("update_", 2, kill), ("update_", 3, kill),  # after the seed log, before the step
+    ("load_checkpoint", 1, kill),
+    ("evaluate", 3, kill),
+    ("save_file", 1, kill_in_the_middle_of_a_checkpoint),
+    ("save_file", 2, kill_in_the_middle_of_a_checkpoint),
+    ("save_model", 1, kill_in_the_middle_of_a_model),  # the trial save
+    ("save_model", 2, kill_in_the_middle_of_a_model)]
+
+
+def kill_and_resume(tiny, own, base):
+    settings = dict(iterations=4, save_every=2)
+    es_llm.generate(load(tiny), [[5]])  # imports what each child would
+    assert forked(1, argv(tiny, own, f"{base}/whole", **settings)) == [0]
+    whole = result(f"{base}/whole")
+    for world in (1, 2):
+        for i, (name, nth, act) in enumerate(KILLS):
+            args = [*argv(tiny, own, f"{base}/{world}-{i}", **settings), "--resume"]
+            on_rank_0 = name in ("append", "save_file", "save_model", "load_checkpoint")
+            rank = 0 if on_rank_0 else i % world
+            codes = forked(world, args, [(rank, name, nth, act)])
+            assert codes[rank] == -9, (world, name, nth, codes)
+            assert forked(3 - world, args) == [0] * (3 - world)  # on another number of ranks
+            assert result(args[5]) == whole, (world, name, nth)
+    assert forked(1, args) == [0] and result(args[5]) == whole  # resuming what has ended
+
+
+def test_killed_anywhere_and_resumed_gives_the_same_bytes(tiny, own, tmp_path):
+    done = in_fresh_process("kill_and_resume(sys.argv[1], *map(Path, sys.argv[2:]))", tiny, own,
+                            tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+def end_and_resume(tiny, own, base):
+    """Signals and full disks: (fault, exit code, what is said); then the same bytes on resuming."""
+    settings = dict(iterations=4, save_every=2)
+    es_llm.generate(load(tiny), [[5]])
+    assert forked(1, argv(tiny, own, f"{base}/whole", **settings)) == [0]
+    whole = result(f"{base}/whole")
+    for world in (1, 2):
+        for i, (name, nth, act, code, iteration) in enumerate([
+                ("generate", 9, ask_to_end, 143, 1), ("update_", 3, ask_to_end, 143, 3),
+                ("evaluate", 2, ask_to_end, 143, 2), ("update_", 4, ask_twice, 143, 2),
+                ("save_checkpoint", 2, limit_files, 2, 2), ("append", 6, limit_this_log, 2, 0),
+                ("agree", 2, spoil, 2, 0)]):
+            if (act in (limit_files, limit_this_log) and world == 2  # rank 0 alone has a disk
+                    or act == spoil and world == 1):  # and no other to differ from
+                continue
+            args = [*argv(tiny, own, f"{base}/{world}-{i}", **settings), "--resume"]
+            codes = forked(world, args, [(world - 1, name, nth, act)])
+            assert code in codes, (world, i, codes)
+            file = Path(args[5], "checkpoint", "theta.safetensors")
+            if iteration and (world == 1 or name != "generate"):
+                with safetensors.safe_open(file, "pt") as f:
+                    assert int(f.metadata()["iteration"]) == iteration, (world, i)
+            assert forked(world, args) == [0] * world
+            assert result(args[5]) == whole, (world, i)
+    args = argv(tiny, own, f"{base}/slow", **settings)
+    for minutes, codes in ((0.04, {1}), (1, {0})):
+        args = argv(tiny, own, f"{base}/{minutes}", **settings, timeout_minutes=minutes)
+        assert set(forked(2, args, [(1, "update_", 2, sleep)])) == codes
+
+
+def test_signals_full_disks_and_ranks_that_differ_lose_nothing(tiny, own, tmp_path):
+    done = in_fresh_process("end_and_resume(sys.argv[1], *map(Path, sys.argv[2:]))", tiny, own,
+                            tmp_path)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
+    assert done.stderr.count("File too large") == 2 and "rank 1 has other weights" in done.stderr
+    assert done.stdout.count("stopped after iteration") == 6
+
+
+def test_a_resumed_run_generates_nothing_again(tiny, own, tmp_path, monkeypatch):
+    args = [*argv(tiny, own, tmp_path / "o", save_every=2), "--resume"]
+    run_here(args)
+    whole = result(tmp_path / "o")
+    (tmp_path / "o/checkpoint/theta.safetensors").unlink()  # then the seed log stands in for it
+    log = tmp_path / "o/metrics.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(True)
+                           if '"kind": "train", "iteration": 3' not in line))
+    monkeypatch.setattr(es_llm, "generate", None)
+    run_here(args)
+    assert result(tmp_path / "o") == whole
+    assert metrics(tmp_path / "o", "train")[-1]["tokens_per_second"] == 0
+
+
+def test_more_iterations_give_what_they_would_have_at_once(tiny, own, tmp_path):
+    run_here(argv(tiny, own, tmp_path / "once", iterations=4, check_every=3))
+    run_here(argv(tiny, own, tmp_path / "twice", iterations=2, check_every=3))
+    run_here([*argv(tiny, own, tmp_path / "twice", iterations=4, check_every=3, save_every=1),
+              "--resume"])
+    assert result(tmp_path / "once") == result(tmp_path / "twice")
+
+
+@pytest.mark.parametrize("flags, message", [
+    (dict(sigma=0.5), "sigma was 0.05 and is 0.5"),
+    (dict(seed=1, batch=5), "seed was 0 and is 1; batch was 6 and is 5"),
+    (dict(iterations=2), "has already done 3"), (dict(fn="tied"), "task was"),
+    (dict(dtype="bfloat16"), "dtype was float32 and is bfloat16; base was")])
+def test_resuming_with_what_changes_the_result_is_refused(flags, message, tiny, own, tmp_path,
+                                                          capsys):
+    out = tmp_path / "o"
+    run_here(argv(tiny, own, out))
+    data = "rows.jsonl" if "fn" in flags else None
+    args = [*argv(tiny, own, out, data=data, **flags), "--resume"]
+    before = result(out)
+    assert es_llm.main(args) == 2
+    assert message in capsys.readouterr().err and result(out) == before
+    assert es_llm.main(argv(tiny, own, out)) == 2  # and without --resume nothing is touched
+    assert "not empty" in capsys.readouterr().err and result(out) == before
+
+
+def test_replay_builds_any_iteration_from_the_log_and_the_base_model(tiny, own, tmp_path, capsys):
+    run_here([*argv(tiny, own, tmp_path / "o", population=4, shaping="ranks"), "--mirrored"])
+    seeds = tmp_path / "o/seeds.jsonl"
+
+    def replay(name, *flags, log=seeds, model=tiny):
+        return es_llm.main(["--replay", str(log), "--model", str(model), "--out",
+                            str(tmp_path / name), *flags])
+
+    assert replay("all") == 0 and weights(tmp_path / "all") == weights(tmp_path / "o")
+    assert (tmp_path / "all/seeds.jsonl").read_bytes() == seeds.read_bytes()
+    for k in (1, 2):
+        assert replay(f"{k}", f"--iterations={k}") == 0
+        assert es_llm.main([*argv(tiny, own, tmp_path / f"run{k}", population=4, shaping="ranks",
+                                  iterations=k), "--mirrored"]) == 0
+        assert weights(tmp_path / f"{k}") == weights(tmp_path / f"run{k}")
+    assert len(seeds.read_bytes()) < 3000
+
+    first, *lines = seeds.read_text().splitlines(True)
+    line = json.loads(lines[0])
+    wrong = es_llm.dump([line | {"F": [f + n % 2 for n, f in enumerate(line["F"])]}])
+    other = save_tiny(tmp_path / "other", std=0.31)
+    capsys.readouterr()
+    for i, (log, model, message) in enumerate([
+            (first.replace(torch.__version__, "1.0") + "".join(lines), tiny, "torch was 1.0"),
+            (first.replace('"machine": "cpu', '"machine": "gpu') + "".join(lines), tiny, "machine"),
+            (first + "".join(lines), other, "base was"),
+            (first + wrong + "".join(lines[1:]), tiny,
+             "after iteration 1, the seed log has other weights"),
+            (first, tiny, "has 0 iterations"), ("{}\n", tiny, "has 0 iterations"),
+            ("no log\n", tiny, "is damaged")]):
+        (tmp_path / "log").write_text(log)
+        assert replay(f"bad{i}", log=tmp_path / "log", model=model) == 2
+        assert message in capsys.readouterr().err
+        assert not (tmp_path / f"bad{i}/model").exists()
+    assert replay("bad", "--iterations=4") == 2
+    assert "has 3 iterations" in capsys.readouterr().err
+
+
+def test_damage_and_what_cannot_be_saved_are_found_at_once(tiny, own, tmp_path, capsys, monkeypatch):
+    args = [*argv(tiny, own, tmp_path / "o", save_every=2), "--resume"]
+    run_here(args)
+    file = tmp_path / "o/checkpoint/theta.safetensors"
+    good = file.read_bytes()
+    for bad in (good[:-100], good[:-1] + bytes([good[-1] ^ 1])):
+        file.write_bytes(bad)
+        assert es_llm.main(args) == 2 and "is damaged: delete it" in capsys.readouterr().err
+    assert es_llm.main(argv(tiny, own, "/proc/no")) == 2  # a folder that cannot be made
+    assert "--out cannot be read or written" in capsys.readouterr().err
+    assert es_llm.main(argv(tiny, own, file / "below")) == 2
+    assert "--out cannot be read or written" in capsys.readouterr().err
+    assert not (tmp_path / "o/seeds.trial").exists()
+    usage = types.SimpleNamespace(free=10_000)
+    monkeypatch.setattr(es_llm.shutil, "disk_usage", lambda path: usage)
+    assert es_llm.main(argv(tiny, own, tmp_path / "full")) == 2
+    assert "the model and two checkpoints need" in capsys.readouterr().err
+
+
+def test_weights_and_logits_that_are_not_finite_stop_the_run(tiny, own, tmp_path, capsys,
+                                                             monkeypatch):
+    assert es_llm.main(argv(tiny, own, tmp_path / "step", alpha=9e37)) == 2
+    assert re.search(r"\w+: its step is not finite: lower --alpha", capsys.readouterr().err)
+    with torch.no_grad():
+        monkeypatch.setattr(es_llm, "perturb_", lambda params, *_: params.popitem()[1].fill_(
+            math.nan))
+        assert es_llm.main(argv(tiny, own, tmp_path / "logit")) == 2
+    assert "logits are not finite" in capsys.readouterr().err
+    for bad in (math.nan, math.inf):
+        with pytest.raises(UserError, match="logits"):
+            es_llm.guard(None, torch.tensor([[0.0, bad], [1.0, 2.0]]))
+    masked = torch.tensor([[0.0, -math.inf]])
+    assert es_llm.guard(None, masked) is masked
+    assert not (tmp_path / "logit/model").exists()
+
+
+def test_a_folder_of_something_else_is_left_alone(tiny, own, tmp_path, capsys):
+    for name in ("model", "trial", "checkpoint"):
+        (tmp_path / "o" / name).mkdir(parents=True)
+        (tmp_path / "o" / name / "precious").write_text("mine")
+    before = sorted(str(f) for f in (tmp_path / "o").rglob("*"))
+    assert es_llm.main([*argv(tiny, own, tmp_path / "o"), "--resume"]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert sorted(str(f) for f in (tmp_path / "o").rglob("*")) == before
+    seeds = tmp_path / "run/seeds.jsonl"
+    run_here(argv(tiny, own, tmp_path / "run"))
+    log = seeds.read_bytes()
+    assert es_llm.main(["--replay", str(seeds), "--model", tiny, "--resume", "--out",
+                        str(tmp_path / "run"), "--iterations=1"]) == 2
+    assert seeds.read_bytes() == log
+
+
+def test_a_seed_log_with_a_gap_or_behind_its_checkpoint_is_refused(tiny, own, tmp_path, capsys):
+    args = [*argv(tiny, own, tmp_path / "o", save_every=2), "--resume"]
+    run_here(args)
+    seeds = tmp_path / "o/seeds.jsonl"
+    first, *lines = seeds.read_text().splitlines(True)
+    for kept, message in [([lines[0], *lines[2:]], "lacks an iteration"),
+                          (lines[:1], "is ahead of its seeds.jsonl"), ([], "is ahead of its seeds")]:
+        seeds.write_text("".join([first, *kept]))
+        assert es_llm.main(args) == 2 and message in capsys.readouterr().err
+    seeds.unlink()
+    assert es_llm.main(args) == 2 and "is not empty" in capsys.readouterr().err
+    seeds.write_text("".join([first, *lines[:2], *lines, *lines[1:]]))  # two processes wrote it
+    run_here(args)
+    assert seeds.read_text() == "".join([first, *lines])
+
+
+def test_frozen_weights_and_rows_belong_to_the_origin_of_a_run(tiny, own, tmp_path, capsys):
+    base = dict(fn="reward", trainable="self_attn")
+    run_here(argv(tiny, own, tmp_path / "o", data="rows.jsonl", **base))
+    other = transformers.AutoModelForCausalLM.from_pretrained(tiny)
+    with torch.no_grad():
+        other.model.layers[0].mlp.up_proj.weight[0, 0] *= -1
+    other.save_pretrained(tmp_path / "other")
+    make_tokenizer().save_pretrained(tmp_path / "other")
+    args = argv(str(tmp_path / "other"), own, tmp_path / "o", data="rows.jsonl", **base)
+    assert es_llm.main([*args, "--resume"]) == 2 and "base was" in capsys.readouterr().err
+    (tmp_path / "rows.jsonl").write_text((own / "rows.jsonl").read_text().replace(
+        '"want": "3"', '"want": "4"'))
+    args = argv(tiny, own, tmp_path / "o", data=tmp_path / "rows.jsonl", **base)
+    assert es_llm.main([*args, "--resume"]) == 2 and "rows was" in capsys.readouterr().err
+
+
+def test_warnings_and_samples_are_not_repeated_by_a_resumed_run(tiny, own, tmp_path):
+    args = [*argv(tiny, own, tmp_path / "o", save_every=1), "--resume"]
+    run_here(args)
+    log, samples = tmp_path / "o/metrics.jsonl", tmp_path / "o/samples.jsonl"
+    texts, shown = [w["text"] for w in metrics(tmp_path / "o", "warning")], samples.read_text()
+    log.write_text("".join(line for line in log.read_text().splitlines(True)
+                           if '"kind": "eval", "iteration": 3' not in line))
+    run_here(args)  # as if killed between the samples and their evaluation
+    assert [w["text"] for w in metrics(tmp_path / "o", "warning")] == texts and texts
+    assert samples.read_text() == shown
+
+
+def test_digest_sees_every_bit_and_no_other(tiny):
+    theta = {n: noise(s, 1, n) for n, s in SHAPES.items()}
+    digest = es_llm.digest(theta)
+    assert digest == es_llm.digest({n: p.clone() for n, p in theta.items()})
+    for name, p in theta.items():
+        p.view(-1).view(torch.int32)[-1] ^= 1
+        assert es_llm.digest(theta) != digest
+        p.view(-1).view(torch.int32)[-1] ^= 1
+    assert es_llm.digest(theta) == digest
+    theta["big"], theta["same"] = theta["same"], theta["big"]
+    assert es_llm.digest(theta) != digest
+
+
+RESTART = """
+from test_es import *
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    fault("update_", 3, kill)
+sys.exit(es_llm.main(sys.argv[1:]))
+"""
+
+
+def test_a_restart_on_one_host_does_not_meet_addresses_of_the_dead(monkeypatch):
+    """torchrun hosts one store for all attempts; what one wrote must not be read by the next."""
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed, "rendezvous", lambda url: iter([(store, 0, 1)]))
+    for name, value in dict(RANK=0, WORLD_SIZE=1, GROUP_WORLD_SIZE=1).items():
+        monkeypatch.setenv(name, str(value))
+    seen = []
+    monkeypatch.setattr(torch.distributed, "init_process_group",
+                        lambda backend, store, **_: seen.append(store))
+    for attempt in "01":
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", attempt)
+        assert Dist.start(1) == (0, 1)
+        seen[-1].set("address", attempt)
+    assert [s.get("address") for s in seen] == [b"0", b"1"]
+
+
+def test_torchrun_restarts_a_run_by_itself(tiny, own, tmp_path):
+    run_here(argv(tiny, own, tmp_path / "whole", iterations=4))
+    (tmp_path / "restart.py").write_text(RESTART)
+    args = [*argv(tiny, own, tmp_path / "o", iterations=4), "--resume"]
+    done = launch(2, args, script=tmp_path / "restart.py", flags=["--max-restarts=3"])
+    assert done.returncode == 0, done.stderr
+    assert result(tmp_path / "o") == result(tmp_path / "whole")
+    assert len(metrics(tmp_path / "o", "run")) == 2
+
+
+def ip(*args, host=None):
+    where = ["ip", "netns", "exec", host] if host else []
+    return subprocess.run([*where, "ip", *args], capture_output=True)
+
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces on this machine that see each other as 10.9.8.1 and 10.9.8.2."""
+    names = [f"es{os.getpid()}{side}" for side in "ab"]
+    if not shutil.which("ip") or os.geteuid() or ip("netns", "add", names[0]).returncode:
+        pytest.skip("needs root, iproute2 and network namespaces")
+    try:
+        ip("netns", "add", names[1])
+        ip("link", "add", "es0", "netns", names[0], "type", "veth", "peer", "name", "es1",
+           "netns", names[1])
+        for i, name in enumerate(names):
+            ip("addr", "add", f"10.9.8.{i + 1}/24", "dev", f"es{i}", host=name)
+            ip("link", "set", f"es{i}", "up", host=name)
+            ip("link", "set", "lo", "up", host=name)
+        if subprocess.run(["ip", "netns", "exec", names[0], "ip", "route", "get", "10.9.8.2"],
+                          capture_output=True).returncode:
+            pytest.skip("no veth devices here")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "del", name)
+
+
+def test_two_hosts_give_the_same_bytes_as_one_process(hosts, tiny, own, tmp_path):
+    run_here(argv(tiny, own, tmp_path / "one"))
+    running = []
+    for i, host in enumerate(hosts):  # each with a folder of its own: nothing is shared
+        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={i}",
+                   "--nproc_per_node=2", "--master_addr=10.9.8.1", "--master_port=29500",
+                   str(HERE / "es_llm.py"), *argv(tiny, own, tmp_path / f"host{i}")]
+        env = os.environ | dict(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=f"es{i}")
+        running.append(subprocess.Popen(["ip", "netns", "exec", host, *command], env=env, cwd=HERE,
+                                        stdout=subprocess.PIPE, stderr=subprocess.STDOUT))
+    said = [process.communicate(timeout=120)[0].decode() for process in running]
+    assert [process.returncode for process in running] == [0, 0], said
+    assert result(tmp_path / "host0") == result(tmp_path / "one")
+    assert not (tmp_path / "host1").exists()
 
 
 def test_files_keep_their_size_and_old_pythons_can_read_them():
