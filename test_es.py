@@ -1409,7 +1409,7 @@ def test_a_restart_on_one_host_does_not_meet_addresses_of_the_dead(monkeypatch):
 
 
 def test_torchrun_restarts_a_run_by_itself(tiny, own, tmp_path):
-    run_here(argv(tiny, own, tmp_path / "whole", iterations=4))
+    assert launch(1, argv(tiny, own, tmp_path / "whole", iterations=4)).returncode == 0
     (tmp_path / "restart.py").write_text(RESTART)
     args = [*argv(tiny, own, tmp_path / "o", iterations=4), "--resume"]
     done = launch(2, args, script=tmp_path / "restart.py", flags=["--max-restarts=3"])
@@ -1447,7 +1447,7 @@ def hosts():
 
 
 def test_two_hosts_give_the_same_bytes_as_one_process(hosts, tiny, own, tmp_path):
-    run_here(argv(tiny, own, tmp_path / "one"))
+    assert launch(1, argv(tiny, own, tmp_path / "one")).returncode == 0
     running = []
     for i, host in enumerate(hosts):  # each with a folder of its own: nothing is shared
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={i}",
